@@ -1,0 +1,71 @@
+"""What an actor is given instead of reaching for it: a clock, a network, randomness."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from enum import Enum
+from typing import Protocol
+
+from kvferry.protocol.messages import Address, Message
+
+
+class Clock(Protocol):
+    """Local monotonic time. No time of another process is ever compared with it."""
+
+    def now_s(self) -> float: ...
+    async def sleep(self, duration_s: float) -> None: ...
+
+
+class Random(Protocol):
+    """`bits(n)`: an integer of n random bits (the operating system's in production, seeded in simulations)."""
+
+    def bits(self, count: int) -> int: ...
+
+
+class LostReason(Enum):
+    """Why a session is over."""
+
+    EXITED = "exited"  # the kernel of this host says that the process has ended
+    REPLACED = "replaced"  # another incarnation answers at the address
+    REFUSED = "refused"  # nobody listens at the address
+    SILENT = "silent"  # nothing heard for the heartbeat limit
+    OVERFLOW = "overflow"  # a mailbox or a window was full
+    CLOSED = "closed"  # the peer or we closed it
+
+
+class LinkHandler(Protocol):
+    """An actor's side of its links; called on the actor's loop, never concurrently.
+
+    `on_message` returns False when the mailbox is full: the session then ends with OVERFLOW at both sides.
+    `on_link_lost` comes once per session. `on_exited` comes at most once per incarnation, only for a peer on this
+    host, and is proof that the process has ended; it may come long after `on_link_lost`.
+    """
+
+    def on_link_up(self, peer: Address) -> None: ...
+    def on_message(self, peer: Address, message: Message) -> bool: ...
+    def on_link_lost(self, peer: Address, reason: LostReason) -> None: ...
+    def on_exited(self, peer: Address) -> None: ...
+
+
+class Network(Protocol):
+    """The links of one process. Sending never waits and never fails loudly: what can't be delivered is
+    followed by `on_link_lost`.
+
+    * `dial(address)` opens a session if there is none (idempotent); `on_link_up` or `on_link_lost` follows.
+    * `send(incarnation, message)` queues on the open or connecting session; False if there is none.
+    * `is_up(incarnation)`: a session is open now.
+    * `drop(incarnation)` ends a session from this side.
+    """
+
+    @property
+    def address(self) -> Address: ...
+    async def start(self, handler: LinkHandler) -> None: ...
+    def dial(self, address: Address) -> None: ...
+    def send(self, incarnation: int, message: Message) -> bool: ...
+    def is_up(self, incarnation: int) -> bool: ...
+    def drop(self, incarnation: int) -> None: ...
+    async def close(self) -> None: ...
+
+
+#: Looks a named actor's address up by the slow path (Ray); raises LookupError while there is none.
+Resolve = Callable[[str], Awaitable[Address]]

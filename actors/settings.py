@@ -1,0 +1,87 @@
+"""Settings of the roles: strict structs, one per noun. Ranges are checked by `kvferry.cluster.config`."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base: an unknown key is an error."""
+
+
+class ModelSettings(Settings, frozen=True):
+    """`model` is "smollm2-135m" (the packaged default), a local directory or a hub id."""
+
+    model: str = "smollm2-135m"
+    dtype: str = "float32"
+    page_size: int = 16
+
+
+class ClockSettings(Settings, frozen=True):
+    """The limits of a room's clocks, in seconds (design §4)."""
+
+    prefill_wait_s: float = 300.0
+    transfer_wait_s: float = 300.0
+    admission_wait_s: float = 120.0
+    no_progress_s: float = 60.0
+
+
+class LinkSettings(Settings, frozen=True):
+    """`silence_s` of silence end a link; `mailbox` messages fit an actor's mailbox."""
+
+    heartbeat_s: float = 1.0
+    silence_s: float = 10.0
+    resend_s: float = 0.5
+    window: int = 4096
+    mailbox: int = 8192
+
+
+class FaultSettings(Settings, frozen=True):
+    """Faults injected around the real backend, for fault runs only.
+
+    Each write is held for `delay_ms` before it is posted; after `stall_after` writes (-1: never) one stalls for ever.
+    """
+
+    delay_ms: float = 0.0
+    stall_after: int = -1
+
+
+class TransferSettings(Settings, frozen=True):
+    """`backend`: "ucx". `transports` is handed to UCX as UCX_TLS ("host" = shared memory and CMA, "tcp")."""
+
+    backend: str = "ucx"
+    transports: str = "host"
+    batch_bytes: int = 8 * 1024 * 1024
+    poll_busy_ms: float = 1.0
+    poll_idle_ms: float = 20.0
+    faults: FaultSettings = FaultSettings()
+
+
+class PrefillSettings(Settings, frozen=True):
+    """A chunk never exceeds `chunk_tokens`; a step takes chunks of several requests up to `batch_tokens`."""
+
+    instances: int = 1
+    tp: int = 1
+    pool_pages: int = 640
+    chunk_tokens: int = 256
+    batch_tokens: int = 512
+    max_rooms: int = 256
+    threads: int = 1
+
+
+class DecodeSettings(Settings, frozen=True):
+    """`max_running` requests decode together; at most `max_rooms` are held in all phases."""
+
+    instances: int = 1
+    tp: int = 1
+    pool_pages: int = 1280
+    max_running: int = 32
+    max_rooms: int = 256
+    threads: int = 1
+
+
+class RouterSettings(Settings, frozen=True):
+    """`max_requests` live at once; `journal_rooms` ended rooms keep their journal."""
+
+    max_requests: int = 256
+    journal_rooms: int = 4096

@@ -1,0 +1,100 @@
+"""What the roles ask of an engine: run one step's plan, hand out its regions."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from kvferry.protocol.messages import Layout, Sampling
+from kvferry.transfer.contract import Region
+
+
+class Sequence(msgspec.Struct, frozen=True):
+    """One sequence's part of a step.
+
+    `token_ids` are fed at positions start .. start + len - 1; their K and V go into `pages` (the sequence's whole
+    block table, in order, covering at least start + len tokens), and attention reads all positions below.
+    With `sampling`, a token is drawn from the logits of the last fed position; its own position is
+    start + len(token_ids), which with the seed fixes the draw.
+    """
+
+    key: int
+    token_ids: tuple[int, ...]
+    start: int
+    pages: tuple[int, ...]
+    sampling: Sampling | None = None
+
+
+class StepPlan(msgspec.Struct, frozen=True):
+    """One forward. `step` counts up by one per plan of an engine."""
+
+    step: int
+    sequences: tuple[Sequence, ...]
+
+
+class Drawn(msgspec.Struct, frozen=True):
+    """A sampled token. `margin` is the distance that decides it: for greedy the logit gap between the two best,
+    for a draw the distance of the uniform variate to the nearest edge of the token's interval.
+    """
+
+    token_id: int
+    margin: float
+
+
+class StepResult(msgspec.Struct, frozen=True):
+    """`drawn[i]` belongs to `plan.sequences[i]`; None where nothing was to be sampled."""
+
+    step: int
+    drawn: tuple[Drawn | None, ...]
+    compute_s: float
+
+
+class EngineLimits(msgspec.Struct, frozen=True):
+    """pages: usable pages of the pool (ids 0 .. pages - 1); context_tokens: the model's longest sequence."""
+
+    pages: int
+    page_size: int
+    context_tokens: int
+    vocab_size: int
+
+
+class Engine(Protocol):
+    """One model with its pool. `step` runs off the loop; one step at a time.
+
+    `regions()` are the pool's registered areas (K and V of each layer, item = page) followed by the metadata rows.
+    `metadata_row(slot)` is a writable view of one row.
+    """
+
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def limits(self) -> EngineLimits: ...
+    @property
+    def metadata_rows(self) -> int: ...
+    def regions(self) -> tuple[Region, ...]: ...
+    def metadata_row(self, slot: int) -> memoryview: ...
+    async def step(self, plan: StepPlan) -> StepResult: ...
+    async def close(self) -> None: ...
+
+
+class Emission(msgspec.Struct, frozen=True):
+    """What one more token makes visible. finish_reason: "" while it goes on, "stop" or "length" on the last."""
+
+    text: str
+    finish_reason: str = ""
+
+
+class TextStream(Protocol):
+    """One request's decoded text and its stop rules. Deterministic: the same tokens give the same emissions.
+
+    `push` must not be called after an emission with a finish_reason.
+    """
+
+    def push(self, token_id: int) -> Emission: ...
+
+
+class TextFactory(Protocol):
+    """Makes text streams for an engine's tokenizer."""
+
+    def stream(self, sampling: Sampling) -> TextStream: ...

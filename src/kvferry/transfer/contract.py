@@ -1,0 +1,150 @@
+"""The contract of the data plane (one-sided, in the shape of the article's KVArgs).
+
+Register regions once; hand the `Descriptor` to peers; connect to a peer's; write spans; when a write's handle
+has ended *flushed*, its bytes lie at the target; notify travels after them on the same path. The caller keeps
+the source memory unchanged until the handle has ended, however it ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+
+class RegionKind(Enum):
+    """What a region holds; the values are part of the wire format and never change."""
+
+    PAGES = "pages"  # items are pages of one layer's K or V
+    ROWS = "rows"  # items are per-request rows (metadata, recurrent state)
+
+
+class Region(msgspec.Struct, frozen=True):
+    """One registered memory area: `items` items of `item_bytes` each, contiguous from address `base`.
+
+    `part` is "k", "v" or "metadata"; `layer` the global layer id (-1 for rows without one); heads
+    [first_head, first_head + heads) of the model's KV heads lie in it.
+    """
+
+    kind: RegionKind
+    part: str
+    layer: int
+    base: int
+    item_bytes: int
+    items: int
+    first_head: int = 0
+    heads: int = 0
+
+
+class Descriptor(msgspec.Struct, frozen=True):
+    """What a peer needs to write here. `generation` counts the receiving agents of this incarnation."""
+
+    backend: str
+    agent: str
+    incarnation: int
+    generation: int
+    metadata: bytes
+    regions: tuple[Region, ...]
+
+
+class Proofs(msgspec.Struct, frozen=True):
+    """Which proofs of quiescence hold on a backend's transport (design §5)."""
+
+    drained: bool
+    exited: bool
+    revoked: bool
+
+
+#: One row per span: local region index, local offset, peer region index, peer offset, length; all in bytes.
+SPAN_DTYPE = np.dtype(
+    [
+        ("source_region", np.int32),
+        ("target_region", np.int32),
+        ("source_offset", np.int64),
+        ("target_offset", np.int64),
+        ("length", np.int64),
+    ]
+)
+Spans = NDArray[np.void]
+
+
+class WriteOutcome(Enum):
+    FLUSHED = "flushed"  # every byte is placed at the target
+    CANCELLED = "cancelled"  # posting stopped; what had been posted is flushed, the rest never was posted
+    BROKEN = "broken"  # the peer or the path failed; the backend can't say what landed, and will post no more
+
+
+class WriteResult(msgspec.Struct, frozen=True):
+    outcome: WriteOutcome
+    size_bytes: int
+    wire_s: float  # from first post to last flush, by the endpoint's clock
+    error: str = ""
+
+
+class WriteHandle(Protocol):
+    """One write. It ends exactly once; `on_end` is called then, on the loop that made the endpoint."""
+
+    @property
+    def result(self) -> WriteResult | None: ...
+
+
+class Peer(Protocol):
+    """A connected peer: its descriptor as given to `connect`."""
+
+    @property
+    def descriptor(self) -> Descriptor: ...
+
+
+class Endpoint(Protocol):
+    """One process's end of the data plane. All methods are called from one asyncio loop and never block it.
+
+    * `descriptor()` describes the regions given at construction.
+    * `connect` is idempotent per (agent, generation). Raises TransferError when the backend or the peer refuses.
+    * `write` posts in batches of bounded bytes, in order; several writes to one peer end in order. Raises
+      TransferError if a span lies outside a region of either side (nothing is posted then).
+    * `notify` is delivered to the peer's `on_notify` after all writes that had ended before the call.
+    * `cancel` stops posting; the handle still ends, as CANCELLED or BROKEN (or FLUSHED if all was posted).
+    * `expect(+1)` / `expect(-1)`: a room expects data / no longer; the backend polls fast while any does.
+    * `disconnect` forgets a peer; its unfinished writes end BROKEN.
+    """
+
+    @property
+    def backend(self) -> str: ...
+    @property
+    def proofs(self) -> Proofs: ...
+    def descriptor(self) -> Descriptor: ...
+    async def connect(self, descriptor: Descriptor) -> Peer: ...
+    def write(self, peer: Peer, spans: Spans, on_end: Callable[[WriteResult], None]) -> WriteHandle: ...
+    def notify(self, peer: Peer, payload: bytes) -> None: ...
+    def cancel(self, handle: WriteHandle) -> None: ...
+    def expect(self, change: int) -> None: ...
+    async def disconnect(self, peer: Peer) -> None: ...
+    async def close(self) -> None: ...
+
+
+#: Called on the endpoint's loop with (agent name of the sender, payload).
+OnNotify = Callable[[str, bytes], None]
+
+
+class TransferError(Exception):
+    """The data plane refused or failed; the message names the agent, the region and the limit."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Descriptor)
+
+
+def encode_descriptor(descriptor: Descriptor) -> bytes:
+    return _encoder.encode(descriptor)
+
+
+def decode_descriptor(data: bytes) -> Descriptor:
+    """Raises TransferError when `data` is not a descriptor."""
+    try:
+        return _decoder.decode(data)
+    except msgspec.DecodeError as error:
+        raise TransferError(f"not a descriptor: {error}") from None
