@@ -1,0 +1,155 @@
+"""The base of all actors: a bounded mailbox, and one task that alone writes the actor's state."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.actors.mailbox import Mailbox
+from kvferry.actors.ports import Clock, LostReason, Network
+from kvferry.protocol.messages import Address, Message
+
+
+@dataclass(frozen=True)
+class FromPeer:
+    peer: Address
+    message: Message
+
+
+@dataclass(frozen=True)
+class LinkUp:
+    peer: Address
+
+
+@dataclass(frozen=True)
+class LinkLost:
+    peer: Address
+    reason: LostReason
+
+
+@dataclass(frozen=True)
+class PeerExited:
+    peer: Address
+
+
+@dataclass(frozen=True)
+class Tick:
+    pass
+
+
+@dataclass(frozen=True)
+class Crash:
+    """A spawned task failed in a way that nobody expected."""
+
+    error: Exception
+
+
+class Actor:
+    """Receives items one by one (`receive`), then acts on the whole (`advance`), for ever.
+
+    Everything that happens elsewhere (links, forwards, writes, calls) arrives as an item in the mailbox, so the
+    state needs no lock and a turn sees no change from outside.
+    """
+
+    tick_s = 0.1
+
+    def __init__(self, network: Network, clock: Clock, mailbox: int) -> None:
+        self.network = network
+        self.clock = clock
+        self.counts: Counter[str] = Counter()
+        self._mailbox: Mailbox[Any] = Mailbox(mailbox)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._on_message: dict[type[Message], Callable[[Address, Any], None]] = {}
+
+    # --- LinkHandler: called by the network, on this loop ---
+
+    def on_link_up(self, peer: Address) -> None:
+        self._mailbox.put(LinkUp(peer))
+
+    def on_message(self, peer: Address, message: Message) -> bool:
+        return self._mailbox.post(FromPeer(peer, message))
+
+    def on_link_lost(self, peer: Address, reason: LostReason) -> None:
+        self._mailbox.put(LinkLost(peer, reason))
+
+    def on_exited(self, peer: Address) -> None:
+        self._mailbox.put(PeerExited(peer))
+
+    # --- the actor's own task ---
+
+    async def run(self) -> None:
+        """The actor's life. Ends only by cancellation, or by an error that its host must treat as a crash."""
+        await self.network.start(self)
+        self.spawn(self._tick())
+        try:
+            while True:
+                for item in await self._mailbox.take():
+                    self.receive(item)
+                self.advance()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await self.close()
+
+    async def close(self) -> None:
+        """Give back what the actor holds; subclasses extend it."""
+        await self.network.close()
+
+    def receive(self, item: Any) -> None:
+        """One item. Subclasses handle their own kinds and pass the others on."""
+        match item:
+            case FromPeer(peer, message):
+                handler = self._on_message.get(type(message))
+                if handler is None:
+                    self.counts[f"unexpected {type(message).__name__}"] += 1
+                else:
+                    handler(peer, message)
+            case LinkUp(peer):
+                self.link_up(peer)
+            case LinkLost(peer, reason):
+                self.link_lost(peer, reason)
+            case PeerExited(peer):
+                self.peer_exited(peer)
+            case Tick():
+                self.tick(self.clock.now_s())
+            case Crash(error):
+                raise error
+            case _:
+                raise TypeError(f"{type(self).__name__} does not know {item!r}")
+
+    def advance(self) -> None:
+        """Act on what has been received. Called after each batch of items."""
+
+    def link_up(self, peer: Address) -> None:
+        """A session with `peer` is open."""
+
+    def link_lost(self, peer: Address, reason: LostReason) -> None:
+        """A session with `peer` is over. Proves nothing about the process."""
+
+    def peer_exited(self, peer: Address) -> None:
+        """The kernel says that the process has ended."""
+
+    def tick(self, now_s: float) -> None:
+        """Every `tick_s`."""
+
+    def spawn(self, work: Awaitable[None]) -> None:
+        """Run something beside the actor's task; it reports back through the mailbox. If it fails, the actor does."""
+
+        async def guarded() -> None:
+            try:
+                await work
+            except Exception as error:  # noqa: BLE001 - handed to the actor's own task, which raises it
+                self._mailbox.put(Crash(error))
+
+        task = asyncio.get_running_loop().create_task(guarded())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _tick(self) -> None:
+        while True:
+            await self.clock.sleep(self.tick_s)
+            self._mailbox.put(Tick())
+

@@ -1,0 +1,134 @@
+"""The registry actor. It starts empty; ranks register, and register again when it was replaced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvferry.actors.actor import Actor
+from kvferry.actors.ports import Clock, LostReason, Network
+from kvferry.protocol.messages import (
+    Address,
+    Layout,
+    RankInfo,
+    Register,
+    Registered,
+    RegistrationRefused,
+    Roster,
+    Watch,
+)
+
+#: Coordinates of a rank: (instance, dp, cp, tp, pp).
+Place = tuple[str, int, int, int, int]
+
+
+def place_of(info: RankInfo) -> Place:
+    return (info.instance, info.dp_rank, info.cp_rank, info.tp_rank, info.pp_rank)
+
+
+def group_size(info: RankInfo) -> int:
+    """Ranks that make the instance's group complete: DP x CP x TP x PP."""
+    return info.dp_size * info.cp_size * info.tp_size * info.pp_size
+
+
+@dataclass
+class RankTable:
+    """The registered ranks, by place; pure. A place has one holder until that holder's link is lost."""
+
+    ranks: dict[Place, RankInfo] = field(default_factory=dict)
+
+    def refuse(self, info: RankInfo) -> RegistrationRefused | None:
+        """Why `info` can't be registered, or None. Repeating a registration is fine."""
+        holder = self.ranks.get(place_of(info))
+        if holder is not None and holder.address.incarnation != info.address.incarnation:
+            return RegistrationRefused(
+                f"{info.instance} rank {place_of(info)[1:]} is held by live process {holder.address.incarnation:016x}",
+                retry=True,
+            )
+        for name in ("dp", "cp", "tp", "pp"):
+            rank, size = getattr(info, f"{name}_rank"), getattr(info, f"{name}_size")
+            if not 0 <= rank < size:
+                return RegistrationRefused(f"{name}_rank is {rank}; allowed: 0 to {size - 1}", retry=False)
+        for other in self.ranks.values():
+            if problem := _mismatch(info, other):
+                return RegistrationRefused(problem, retry=False)
+        return None
+
+    def missing(self, wanted: dict[str, int]) -> tuple[str, ...]:
+        """What keeps the service from being ready: one line per role that lacks complete instances."""
+        lines = []
+        for role, count in wanted.items():
+            groups: dict[str, set[Place]] = {}
+            sizes: dict[str, int] = {}
+            for place, info in self.ranks.items():
+                if info.role == role:
+                    groups.setdefault(info.instance, set()).add(place)
+                    sizes[info.instance] = group_size(info)
+            complete = sum(len(places) >= sizes[name] for name, places in groups.items())
+            if complete < count:
+                lines.append(f"{role}: {complete} of {count} instances are complete")
+        return tuple(lines)
+
+
+def _mismatch(info: RankInfo, other: RankInfo) -> str | None:
+    """The first thing on which two ranks disagree, with both values."""
+    for name in Layout.__struct_fields__:
+        ours, theirs = getattr(info.layout, name), getattr(other.layout, name)
+        if ours != theirs:
+            return f"{name} of {info.instance} is {ours!r}, but {other.instance} registered with {theirs!r}"
+    if info.instance == other.instance:
+        for name in ("role", "dp_size", "cp_size", "tp_size", "pp_size"):
+            ours, theirs = getattr(info, name), getattr(other, name)
+            if ours != theirs:
+                return f"{name} of {info.instance} is {ours!r}, but another rank of it registered with {theirs!r}"
+    return None
+
+
+class Registry(Actor):
+    """`wanted`: instances of each role that make the service ready."""
+
+    def __init__(self, network: Network, clock: Clock, mailbox: int, wanted: dict[str, int]) -> None:
+        super().__init__(network, clock, mailbox)
+        self.table = RankTable()
+        self._wanted = wanted
+        self._version = 0
+        self._watchers: dict[int, str] = {}
+        self._on_message = {Register: self._register, Watch: self._watch}
+
+    def roster(self) -> Roster:
+        missing = self.table.missing(self._wanted)
+        return Roster(self._version, tuple(self.table.ranks.values()), not missing, missing)
+
+    def link_lost(self, peer: Address, reason: LostReason) -> None:
+        self._watchers.pop(peer.incarnation, None)
+        gone = [p for p, info in self.table.ranks.items() if info.address.incarnation == peer.incarnation]
+        for place in gone:
+            del self.table.ranks[place]
+        if gone:
+            self._changed()
+
+    def _register(self, peer: Address, message: Register) -> None:
+        info = message.info
+        if info.address.incarnation != peer.incarnation:
+            self.counts["registrations for another process"] += 1
+            refusal: RegistrationRefused | None = RegistrationRefused("a process registers itself only", retry=False)
+        else:
+            refusal = self.table.refuse(info)
+        if refusal is not None:
+            self.counts["registrations refused"] += 1
+            self.network.send(peer.incarnation, refusal)
+            return
+        is_new = self.table.ranks.get(place_of(info)) != info
+        self.table.ranks[place_of(info)] = info
+        self.network.send(peer.incarnation, Registered(self._version))
+        if is_new:
+            self._changed()
+
+    def _watch(self, peer: Address, message: Watch) -> None:
+        self._watchers[peer.incarnation] = message.name
+        self.network.send(peer.incarnation, self.roster())
+
+    def _changed(self) -> None:
+        self._version += 1
+        roster = self.roster()
+        for incarnation in self._watchers:
+            self.network.send(incarnation, roster)

@@ -1,0 +1,5 @@
+"""Decode: admission -> receiving -> running batch -> released.
+
+Here: the leader and its rooms' records. Not here: what commits a room (protocol.receiver), who owns a page
+(memory), how a token is drawn (engine).
+"""

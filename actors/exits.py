@@ -1,0 +1,89 @@
+"""Which processes of this host have ended: proof by the kernel, never by silence.
+
+A pid may be reused, so a pidfd proves nothing until we know whose it is. The rule: the pidfd is opened when a Hello or
+a Welcome has told the pid, and a question is put on the link afterwards. Its answer shows that the incarnation was
+alive when the pidfd was opened, so the pid was its own, and the pidfd's end is its end. The other proof: no
+process has the pid at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvferry.actors.carrier import PidWatch
+from kvferry.protocol.messages import Address
+
+
+@dataclass
+class _Watched:
+    address: Address
+    verified: bool = False
+    fired: bool = False
+
+
+class Exits:
+    """The watched processes of this host; `on_exited` is called once for each that has provably ended."""
+
+    def __init__(self, watch: PidWatch | None, host: str, on_exited: Callable[[Address], None]) -> None:
+        self._watch, self._host, self._on_exited = watch, host, on_exited
+        self._watched: dict[int, _Watched] = {}
+        self._ended: set[int] = set()
+
+    def has_ended(self, incarnation: int) -> bool:
+        return incarnation in self._ended
+
+    def is_watched(self, incarnation: int) -> bool:
+        """The kernel will tell us when this process ends."""
+        return incarnation in self._watched
+
+    @property
+    def unsettled(self) -> bool:
+        """`look_again` may have something to find."""
+        return any(watched.fired for watched in self._watched.values())
+
+    def observe(self, peer: Address) -> bool:
+        """Watch the process that has introduced itself as `peer`. True when a question must be put to it."""
+        if self._watch is None or not self._host or peer.host != self._host or peer.incarnation in self._ended:
+            return False
+        watched = self._watched.get(peer.incarnation)
+        if watched is None:
+            watched = self._watched[peer.incarnation] = _Watched(peer)
+            self._open(watched)
+        return peer.incarnation in self._watched and not watched.verified
+
+    def answered(self, incarnation: int) -> None:
+        """The peer has answered a question that was put after `observe`."""
+        watched = self._watched.get(incarnation)
+        if watched is None:
+            return
+        watched.verified = True
+        if watched.fired:  # the answer was on its way when the pidfd fired: it was the peer's
+            self._end(watched)
+
+    def look_again(self) -> None:
+        """A process that ended before we knew whose pid it had: it was the peer if the pid is free now."""
+        for watched in [w for w in self._watched.values() if w.fired]:
+            watched.fired = False
+            self._open(watched)
+
+    def close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+        self._watched.clear()
+
+    def _open(self, watched: _Watched) -> None:
+        assert self._watch is not None
+        if not self._watch.watch(watched.address, lambda: self._fired(watched)):
+            self._end(watched)
+
+    def _fired(self, watched: _Watched) -> None:
+        if watched.verified:
+            self._end(watched)
+        else:
+            watched.fired = True
+
+    def _end(self, watched: _Watched) -> None:
+        if self._watched.pop(watched.address.incarnation, None) is not None:
+            self._ended.add(watched.address.incarnation)
+            self._on_exited(watched.address)

@@ -1,0 +1,405 @@
+"""The links of one process: `kvferry.actors.ports.Network` over a carrier.
+
+It owns the sessions, by incarnation, and decides what a session can't: which session a frame belongs to, when a
+broken path is dialled again, and what the kernel knows of a peer. One task runs the timers of all sessions.
+
+A path that breaks does not end a session: the path is dialled again, and *refused* does, unless the peer lives on
+this host. Then the pidfd has a heartbeat's time to say that it has exited.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from dataclasses import dataclass
+
+from kvferry.actors.carrier import Carrier, Path, PidWatch
+from kvferry.actors.exits import Exits
+from kvferry.actors.ports import Clock, LinkHandler, LostReason, Random
+from kvferry.actors.settings import LinkSettings
+from kvferry.protocol.errors import IllegalEvent
+from kvferry.protocol.frames import Ack, Data, Frame, Hello, NotMe, Welcome, decode_frame, encode_frame
+from kvferry.protocol.link import Answered, Delivered, Ending, LinkLimits, LinkSession, LinkState, Lost, Up
+from kvferry.protocol.messages import Address, BadFrame, Message, decode, encode
+
+#: The least time between two timer runs, so that a deadline lost in rounding can't spin the loop.
+TICK_FLOOR_S = 0.001
+#: Incarnations whose count of dials is remembered, to tell a late Hello from a new one.
+DIALS_KEPT = 4096
+
+
+@dataclass(eq=False)
+class _Link:
+    session: LinkSession
+    path: Path | None = None  # where our frames go; None while it is broken
+    dialled: Path | None = None  # the path that we made, to be given up at the end
+    redial_at_s: float | None = None
+    dialled_at_s: float = 0.0
+    refused_at_s: float | None = None  # when a refusal becomes the end, unless the kernel says more before
+    dropped: bool = False  # from this side: what still lies in the queue is not wanted
+
+    @property
+    def peer(self) -> Address:
+        return self.session.peer
+
+
+@dataclass(frozen=True)
+class _Exited:
+    """An event of the queue: the kernel says that the process has ended."""
+
+
+_QueueEvent = Up | Delivered | Lost | _Exited
+
+
+class LinkLayer:
+    """See `kvferry.actors.ports.Network`. `counts` tells what was dropped, and why."""
+
+    def __init__(
+        self, carrier: Carrier, name: str, incarnation: int, settings: LinkSettings,
+        clock: Clock, random: Random, pid_watch: PidWatch | None, host: str, pid: int,
+    ) -> None:  # fmt: skip
+        self.counts: Counter[str] = Counter()
+        self._carrier, self._settings, self._clock, self._random = carrier, settings, clock, random
+        self._limits = LinkLimits(settings.heartbeat_s, settings.silence_s, settings.resend_s, settings.window)
+        self._address = Address(name, carrier.endpoint, incarnation, host, pid)
+        self._exits = Exits(pid_watch, host, self._peer_exited)
+        self._links: dict[int, _Link] = {}
+        self._by_session: dict[int, _Link] = {}
+        self._by_path: dict[Path, _Link] = {}
+        self._dials = 0
+        self._dials_heard: dict[int, int] = {}
+        self._queue: deque[tuple[_QueueEvent, Address, _Link | None]] = deque()
+        self._draining = False
+        self._drain_soon = False
+        self._dirty: dict[int, _Link] = {}
+        self._handler: LinkHandler | None = None
+        self._timer: asyncio.Task[None] | None = None
+        self._wake = asyncio.Event()
+        self._closed = False
+
+    # --- Network --------------------------------------------------------------------------------------------
+
+    @property
+    def address(self) -> Address:
+        return self._address
+
+    async def start(self, handler: LinkHandler) -> None:
+        """Take frames from now on. Raises IllegalEvent when called twice or after `close`."""
+        if self._handler is not None or self._closed:
+            raise IllegalEvent(f"links of {self._address.name}: start is called once, before close")
+        self._handler = handler
+        self._carrier.start(self)
+        self._timer = asyncio.get_running_loop().create_task(self._run_timers(), name=f"links of {self._address.name}")
+
+    def dial(self, address: Address) -> None:
+        self._check_started("dial")
+        if address.incarnation == self._address.incarnation:
+            raise IllegalEvent(f"dial: {address.name} is this process itself")
+        if address.incarnation in self._links:
+            return
+        if self._exits.has_ended(address.incarnation):
+            self._enqueue(Lost(Ending.EXITED), address, None)
+            self._schedule_drain()
+            return
+        self._dials += 1
+        session_id, now_s = self._random.bits(64), self._clock.now_s()
+        session = LinkSession.dial(session_id, self._address, address, self._dials, self._limits, now_s)
+        link = _Link(session)
+        self._add(link)
+        self._connect(link, now_s)
+        self._touch(link)
+
+    def send(self, incarnation: int, message: Message) -> bool:
+        """Raises BadFrame when the message is over the size limit."""
+        link = self._links.get(incarnation)
+        if link is None:
+            return False
+        queued = link.session.send(encode(message), self._clock.now_s())
+        if not queued:
+            self._after(link)
+            self._schedule_drain()
+        self._touch(link)
+        return queued
+
+    def is_up(self, incarnation: int) -> bool:
+        link = self._links.get(incarnation)
+        return link is not None and link.session.state is LinkState.OPEN
+
+    def drop(self, incarnation: int) -> None:
+        link = self._links.get(incarnation)
+        if link is not None:
+            link.dropped = True
+            self._end(link, Ending.CLOSED)
+            self._schedule_drain()
+
+    async def close(self) -> None:
+        """End every session (CLOSED, told to the peers and to the handler) and free the sockets. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for link in list(self._links.values()):
+            link.dropped = True
+            self._end(link, Ending.CLOSED)
+        self._drain()
+        self._exits.close()
+        await self._carrier.close()
+
+    # --- CarrierHandler -------------------------------------------------------------------------------------
+
+    def on_bytes(self, path: Path, data: bytes) -> None:
+        if self._closed:
+            return
+        try:
+            frame = decode_frame(data)
+        except BadFrame:
+            self.counts["undecodable_frame"] += 1
+            return
+        if isinstance(frame, Hello):
+            self._hello(path, frame)
+        else:
+            self._route(path, frame)
+        self._drain()
+
+    def on_path_down(self, path: Path, refused: bool) -> None:
+        link = self._by_path.pop(path, None)
+        if link is None or self._closed:
+            return
+        self.counts["path_refused" if refused else "path_down"] += 1
+        now_s = self._clock.now_s()
+        if link.dialled == path:
+            link.dialled = None
+        if link.path == path:
+            link.path = link.dialled
+        if link.path is not None:
+            return
+        if refused and self._exits.is_watched(link.peer.incarnation):
+            link.refused_at_s = now_s + self._settings.heartbeat_s
+        elif refused:
+            self._end(link, Ending.REFUSED)
+        else:
+            self._redial(link, now_s)
+        self._wake.set()
+        self._drain()
+
+    # --- frames ---------------------------------------------------------------------------------------------
+
+    def _hello(self, path: Path, hello: Hello) -> None:
+        us, peer, now_s = self._address.incarnation, hello.sender.incarnation, self._clock.now_s()
+        if hello.expects != us:
+            self._answer(path, NotMe(hello.session, us))
+            return
+        if peer == us or self._exits.has_ended(peer):
+            self.counts["impossible_hello"] += 1
+            return
+        link = self._links.get(peer)
+        if link is not None and link.session.session == hello.session:
+            self._use(link, path)
+            self._receive(link, hello, now_s)
+            return
+        if hello.dial <= self._dials_heard.get(peer, 0):
+            self.counts["late_hello"] += 1
+            self._answer(path, NotMe(hello.session, us))
+            return
+        if link is not None:
+            before = link.session.session
+            self._receive(link, hello, now_s)
+            if link.session.state is LinkState.CONNECTING:
+                return  # both ends dial, and ours wins
+            if link.session.state is LinkState.OPEN:
+                self._by_session[hello.session] = self._by_session.pop(before)
+                self._use(link, path)
+                self._heard_dial(peer, hello.dial)
+                return
+        self._accept(path, hello, now_s)
+
+    def _accept(self, path: Path, hello: Hello, now_s: float) -> None:
+        self._heard_dial(hello.sender.incarnation, hello.dial)
+        link = _Link(LinkSession.accept(hello, self._address, self._dials, self._limits, now_s))
+        self._add(link)
+        self._use(link, path)
+        self._after(link)
+
+    def _route(self, path: Path, frame: Frame) -> None:
+        link = self._by_session.get(frame.session)
+        if link is None:
+            self.counts["stray_frame"] += 1
+            if isinstance(frame, Welcome | Data | Ack):
+                self._answer(path, NotMe(frame.session, self._address.incarnation))
+            return
+        if link.path is None:
+            self._use(link, path)
+        if isinstance(frame, Welcome) and frame.sender.incarnation == link.peer.incarnation:
+            self._heard_dial(frame.sender.incarnation, frame.dial)
+        self._receive(link, frame, self._clock.now_s())
+
+    def _receive(self, link: _Link, frame: Frame, now_s: float) -> None:
+        link.session.receive(frame, now_s)
+        self._after(link)
+
+    def _answer(self, path: Path, frame: Frame) -> None:
+        self._carrier.send(path, encode_frame(frame))
+
+    def _heard_dial(self, incarnation: int, dial: int) -> None:
+        known = self._dials_heard.pop(incarnation, 0)
+        self._dials_heard[incarnation] = max(known, dial)
+        if len(self._dials_heard) > DIALS_KEPT:
+            del self._dials_heard[next(iter(self._dials_heard))]
+
+    # --- sessions and paths ---------------------------------------------------------------------------------
+
+    def _add(self, link: _Link) -> None:
+        self._links[link.peer.incarnation] = link
+        self._by_session[link.session.session] = link
+        self._wake.set()
+
+    def _connect(self, link: _Link, now_s: float) -> None:
+        link.dialled = self._carrier.connect(link.peer.endpoint)
+        link.dialled_at_s, link.redial_at_s = now_s, None
+        self._use(link, link.dialled)
+
+    def _use(self, link: _Link, path: Path) -> None:
+        link.path, link.refused_at_s, link.redial_at_s = path, None, None
+        self._by_path[path] = link
+
+    def _redial(self, link: _Link, now_s: float) -> None:
+        """Dial again: at once the first time, and then not more often than `resend_s`."""
+        at_s = link.dialled_at_s + self._settings.resend_s
+        if now_s < at_s:
+            link.redial_at_s = at_s
+            return
+        self._connect(link, now_s)
+        link.session.say_hello(now_s)
+        self._touch(link)
+
+    def _end(self, link: _Link, ending: Ending) -> None:
+        link.session.end(ending, self._clock.now_s())
+        self._after(link)
+
+    def _after(self, link: _Link) -> None:
+        """Queue what the session has to tell, and let go of it when it is over."""
+        for event in link.session.take_events():
+            if isinstance(event, Answered):
+                self._exits.answered(link.peer.incarnation)
+                continue
+            self._enqueue(event, link.peer, link)
+            if isinstance(event, Up) and self._exits.observe(link.peer):
+                link.session.ask(self._clock.now_s())
+            if isinstance(event, Lost):
+                self._forget(link)
+        if link.session.state is not LinkState.OVER:
+            self._touch(link)
+
+    def _forget(self, link: _Link) -> None:
+        self._transmit(link)
+        del self._links[link.peer.incarnation]
+        del self._by_session[link.session.session]
+        self._dirty.pop(id(link), None)
+        for path in {path for path in (link.path, link.dialled) if path is not None}:
+            self._by_path.pop(path, None)
+            self._carrier.disconnect(path)
+
+    def _peer_exited(self, peer: Address) -> None:
+        link = self._links.get(peer.incarnation)
+        if link is not None:
+            self._end(link, Ending.EXITED)
+        self._enqueue(_Exited(), peer, None)
+        self._schedule_drain()
+
+    # --- sending --------------------------------------------------------------------------------------------
+
+    def _touch(self, link: _Link) -> None:
+        """Send what the session has, at the end of this turn of the loop: so one frame takes what one turn says."""
+        if not self._dirty:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._dirty[id(link)] = link
+
+    def _flush(self) -> None:
+        dirty, self._dirty = self._dirty, {}
+        for link in dirty.values():
+            self._transmit(link)
+
+    def _transmit(self, link: _Link) -> None:
+        if link.path is not None:
+            for frame in link.session.collect(self._clock.now_s()):
+                self._carrier.send(link.path, encode_frame(frame))
+
+    # --- the handler ----------------------------------------------------------------------------------------
+
+    def _check_started(self, what: str) -> None:
+        if self._handler is None or self._closed:
+            raise IllegalEvent(f"{what}: the links of {self._address.name} are not started, or are closed")
+
+    def _enqueue(self, event: _QueueEvent, peer: Address, link: _Link | None) -> None:
+        self._queue.append((event, peer, link))
+
+    def _schedule_drain(self) -> None:
+        """For what a local caller brought about: the handler is never called from inside its own call."""
+        if not self._drain_soon and not self._draining:
+            self._drain_soon = True
+            asyncio.get_running_loop().call_soon(self._drain)
+
+    def _drain(self) -> None:
+        self._drain_soon = False
+        if self._draining:
+            return
+        self._draining = True
+        try:
+            while self._queue:
+                self._hand_over(*self._queue.popleft())
+        finally:
+            self._draining = False
+            if self._queue:  # the handler raised; the rest is not lost
+                self._schedule_drain()
+
+    def _hand_over(self, event: _QueueEvent, peer: Address, link: _Link | None) -> None:
+        assert self._handler is not None
+        if isinstance(event, Up):
+            self._handler.on_link_up(peer)
+        elif isinstance(event, Lost):
+            self._handler.on_link_lost(peer, LostReason(event.ending.value))
+        elif isinstance(event, _Exited):
+            self._handler.on_exited(peer)
+        elif link is not None and not link.dropped:
+            self._deliver(link, event.payload)
+
+    def _deliver(self, link: _Link, payload: bytes) -> None:
+        assert self._handler is not None
+        try:
+            message = decode(payload)
+        except BadFrame:
+            self.counts["undecodable_message"] += 1
+            return
+        if not self._handler.on_message(link.peer, message):
+            self.counts["mailbox_full"] += 1
+            link.dropped = True
+            self._end(link, Ending.OVERFLOW)
+
+    # --- timers ---------------------------------------------------------------------------------------------
+
+    async def _run_timers(self) -> None:
+        # A deadline that is set later is never nearer than an acknowledgement's wait, so sleeping at most that
+        # long finds every deadline in time, and nobody has to wake this task for it.
+        longest_s = self._settings.resend_s / 4
+        while True:
+            if not self._links and not self._exits.unsettled:
+                self._wake.clear()
+                await self._wake.wait()
+            now_s = self._clock.now_s()
+            self._tick(now_s)
+            due = [at for link in self._links.values() if (at := link.session.next_tick_s) is not None]
+            wait_s = min(due, default=now_s + longest_s) - now_s
+            await self._clock.sleep(max(TICK_FLOOR_S, min(longest_s, wait_s)))
+
+    def _tick(self, now_s: float) -> None:
+        self._exits.look_again()
+        for link in list(self._links.values()):
+            if link.refused_at_s is not None and now_s >= link.refused_at_s:
+                self._end(link, Ending.REFUSED)
+                continue
+            if link.redial_at_s is not None and now_s >= link.redial_at_s:
+                self._redial(link, now_s)
+            link.session.tick(now_s)
+            self._after(link)
+        self._drain()

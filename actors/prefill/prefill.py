@@ -1,0 +1,409 @@
+"""Prefill's leader (TP 1: also its only rank): receive, reserve, compute chunks, hand them to the data plane."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import msgspec
+
+from kvferry.actors.leader import Leader, drop
+from kvferry.actors.ports import Clock, LostReason, Network, Resolve
+from kvferry.actors.prefill.room import PrefillRoom
+from kvferry.actors.prefill.sending import ChunkWriter
+from kvferry.actors.settings import ClockSettings, PrefillSettings
+from kvferry.engine.contract import Engine, Sequence, StepPlan, StepResult, TextFactory
+from kvferry.memory.admission import pages_needed
+from kvferry.memory.proof import Drained as DrainedProof
+from kvferry.memory.proof import NeverGiven, Quiescent, Stepped
+from kvferry.protocol import sender
+from kvferry.protocol.clocks import Clocks, Wait
+from kvferry.protocol.errors import Cause
+from kvferry.protocol.kvpoll import KVPoll
+from kvferry.protocol.messages import (
+    Abort,
+    AbortAck,
+    AbortTransfer,
+    Address,
+    Destination,
+    Drained,
+    Failed,
+    OpenPrefill,
+    PrefillDone,
+    Progress,
+    RankInfo,
+    Registered,
+    RegistrationRefused,
+    Stop,
+    UnknownRoom,
+)
+from kvferry.protocol.metadata import Notification, encode_notification
+from kvferry.protocol.sender import SenderEvent, SenderState
+from kvferry.transfer.contract import (
+    Descriptor,
+    Endpoint,
+    Peer,
+    TransferError,
+    WriteHandle,
+    WriteOutcome,
+    WriteResult,
+    decode_descriptor,
+)
+
+RANK = 0
+
+
+class Connected(msgspec.Struct, frozen=True):
+    """Item: the data plane has (or has not) connected to a room's target."""
+
+    room: int
+    peer: Peer | None
+    error: str = ""
+
+
+class WriteEnded(msgspec.Struct, frozen=True):
+    """Item: one of a room's writes has ended."""
+
+    room: int
+    chunk: int
+    kv_bytes: int
+    result: WriteResult
+
+
+class Prefill(Leader):
+    """Its own task alone writes its state; the forward runs on the engine's thread, writes on the endpoint's."""
+
+    role = "prefill"
+
+    def __init__(
+        self,
+        network: Network,
+        clock: Clock,
+        mailbox: int,
+        resolve: Resolve,
+        engine: Engine,
+        texts: TextFactory,
+        endpoint: Endpoint,
+        info: RankInfo,
+        settings: PrefillSettings,
+        limits: ClockSettings,
+    ) -> None:
+        super().__init__(network, clock, mailbox, resolve, engine, info, limits)
+        self.settings = settings
+        self.endpoint = endpoint
+        self.rooms: dict[int, PrefillRoom] = {}
+        self.waiting: deque[int] = deque()  # destination known, pages not reserved
+        self.active: deque[int] = deque()  # being computed
+        self._texts = texts
+        self._writer = ChunkWriter(engine, network.address.incarnation)
+        self._page_size = engine.limits.page_size
+        self._on_message = {
+            OpenPrefill: self._open, Destination: self._destination, Abort: self._abort,
+            AbortTransfer: self._abort_transfer, Stop: self._stop, Progress: self._progress_of_decode,
+            UnknownRoom: self._unknown, Registered: self.registered, RegistrationRefused: self.registration_refused,
+        }  # fmt: skip
+
+    async def close(self) -> None:
+        await self.endpoint.close()
+        await self.engine.close()
+        await super().close()
+
+    def receive(self, item: Any) -> None:
+        match item:
+            case Connected():
+                self._connected(item)
+            case WriteEnded():
+                self._write_ended(item)
+            case _:
+                super().receive(item)
+
+    # --- messages ---
+
+    def _open(self, router: Address, message: OpenPrefill) -> None:
+        if message.room in self.rooms:
+            cause = Cause("handoff_failed", "the room is open here already", self.role, room=message.room)
+            return self.refuse_open(router, message.room, cause)
+        if len(self.rooms) >= self.settings.max_rooms:
+            text = f"prefill holds {len(self.rooms)} rooms; the limit is {self.settings.max_rooms}"
+            return self.refuse_open(router, message.room, Cause("overloaded", text, self.role, room=message.room))
+        tokens, limit = len(message.spec.prompt_ids), self.info.max_prompt_tokens
+        if tokens > limit:
+            text = f"the prompt has {tokens} tokens; prefill takes at most {limit}"
+            return self.refuse_open(router, message.room, Cause("invalid_request", text, self.role, param="messages"))
+        now_s = self.clock.now_s()
+        clocks = Clocks(self.limits, now_s)
+        clocks.wait(Wait.ADMISSION, now_s)
+        room = PrefillRoom(message.room, message.attempt, message.spec, router, message.decode, now_s, clocks)
+        self.rooms[room.room] = room
+        self.network.dial(room.spec.front)
+        self.open_if_linked(room)
+        return None
+
+    def _destination(self, peer: Address, message: Destination) -> None:
+        room = self.rooms.get(message.room)
+        if room is None:
+            return self.unknown_room(peer, message.room)
+        if peer.incarnation != room.decode.incarnation:
+            self.counts["destinations from a stranger"] += 1
+            return None
+        if room.machine.state is SenderState.AWAITING_DESTINATION:
+            room.destination = message
+        return self._do(room, room.machine.handle(SenderEvent.DESTINATION))
+
+    def _abort(self, router: Address, message: Abort) -> None:
+        room = self.rooms.get(message.room)
+        if room is None:
+            return self.unknown_room(router, message.room)
+        return self._do(room, room.machine.handle(SenderEvent.ABORT, message.cause))
+
+    def _abort_transfer(self, peer: Address, message: AbortTransfer) -> None:
+        room = self.rooms.get(message.room)
+        if room is None:
+            return self.unknown_room(peer, message.room)
+        return self._do(room, room.machine.handle(SenderEvent.ABORT_TRANSFER, message.cause))
+
+    def _stop(self, _front: Address, message: Stop) -> None:
+        room = self.rooms.get(message.room)
+        if room is not None:
+            cause = self.cause(room, "aborted", "the client has gone", room.machine.state.name)
+            self._do(room, room.machine.handle(SenderEvent.STOP, cause))
+
+    def _progress_of_decode(self, _peer: Address, message: Progress) -> None:
+        room = self.rooms.get(message.room)
+        if room is not None:
+            room.clocks.queued("decode", message.position, message.step, 0, self.clock.now_s())
+
+    def _unknown(self, _peer: Address, _message: UnknownRoom) -> None:
+        """A room or a decode that has ended knows nothing of what we copied to it; that is normal."""
+        self.counts["told of an unknown room"] += 1
+
+    # --- links ---
+
+    def leg_rooms(self) -> list[PrefillRoom]:
+        return list(self.rooms.values())
+
+    def link_lost(self, peer: Address, reason: LostReason) -> None:
+        super().link_lost(peer, reason)
+        for room in self.leg_rooms():
+            for party, event in (
+                (room.router, SenderEvent.ROOM_LOST),
+                (room.decode, SenderEvent.DECODE_LOST),
+                (room.spec.front, SenderEvent.FRONT_LOST),
+            ):
+                if party.incarnation == peer.incarnation:
+                    self._fail(room, event, f"the link to {peer.name} ended: {reason.value}", peer.name)
+
+    def peer_exited(self, peer: Address) -> None:
+        for room in self.leg_rooms():
+            if room.decode.incarnation == peer.incarnation:
+                self._fail(room, SenderEvent.DECODE_EXITED, f"process {peer.pid} of {peer.name} has ended", peer.name)
+
+    def _fail(self, room: PrefillRoom, event: SenderEvent, text: str, peer: str, code: str = "peer_lost") -> None:
+        cause = self.cause(room, code, text, room.machine.state.name, peer)
+        self._do(room, room.machine.handle(event, cause))
+
+    # --- reserve, compute ---
+
+    def admit(self) -> None:
+        while self.waiting:
+            room = self.rooms[self.waiting[0]]
+            pages = pages_needed(room.prompt_tokens, self._page_size)
+            holding = self.ledger.reserve(room.room, pages, rows=1)
+            if holding is None:
+                return
+            self.waiting.popleft()
+            room.holding = holding
+            self.active.append(room.room)
+            room.clocks.wait(Wait.PREFILL, self.clock.now_s())
+            self._do(room, room.machine.handle(SenderEvent.RESERVE))
+            self._tell(room, self.progress(room, "started"))
+
+    def plan_step(self, step: int) -> StepPlan | None:
+        """Chunks of the rooms in order of arrival, within the token budget; only a prompt's end leaves a page open."""
+        budget = self.settings.batch_tokens
+        sequences = []
+        for room_id in self.active:
+            room = self.rooms[room_id]
+            size = min(self.settings.chunk_tokens, room.remaining, budget)
+            if size < room.remaining:
+                size -= size % self._page_size
+            if size <= 0:
+                break
+            budget -= size
+            sequences.append(self._sequence(room, size))
+            assert room.holding is not None
+            self.ledger.name_in_step(room.holding, step)
+            room.machine.step_started()
+        return StepPlan(step, tuple(sequences)) if sequences else None
+
+    def _sequence(self, room: PrefillRoom, size: int) -> Sequence:
+        assert room.holding is not None
+        start, end = room.computed, room.computed + size
+        sampling = room.spec.sampling if end == room.prompt_tokens else None
+        return Sequence(room.room, room.spec.prompt_ids[start:end], start, room.holding.pages, sampling)
+
+    def step_finished(self, plan: StepPlan, result: StepResult) -> None:
+        for sequence, drawn in zip(plan.sequences, result.drawn, strict=True):
+            room = self.rooms[sequence.key]  # a room outlives each forward that names it
+            room.computed = sequence.start + len(sequence.token_ids)
+            event = SenderEvent.CHUNK_COMPUTED
+            if drawn is not None:
+                event = SenderEvent.LAST_COMPUTED
+                room.first_token = drawn.token_id
+            if room.machine.state is SenderState.COMPUTING:
+                self._chunk_computed(room, len(sequence.token_ids), drawn is not None)
+            self._do(room, room.machine.step_ended(event))
+
+    def _chunk_computed(self, room: PrefillRoom, tokens: int, last: bool) -> None:
+        room.clocks.progress(self.clock.now_s())
+        self._tell(room, self.progress(room, "computed", chunk=room.chunk, tokens=tokens))
+        room.chunk += 1
+        if last:
+            drop(self.active, room.room)
+            # The first token does not wait for the transfer. Decode repeats it, with the same text and stop rules.
+            emission = self._texts.stream(room.spec.sampling).push(room.first_token)
+            self.publish(room, 0, room.first_token, emission.text, emission.finish_reason)
+            self.tell_room(room, PrefillDone(room.room, room.chunk, self.clock.now_s() - room.opened_s))
+
+    # --- the data plane ---
+
+    def _connect(self, room: PrefillRoom) -> None:
+        assert room.destination is not None
+        try:
+            descriptor = decode_descriptor(room.destination.agent)
+            problem = self._writer.check(room, descriptor.regions)
+            if descriptor.incarnation != room.decode.incarnation:
+                problem = f"the destination's agent is of process {descriptor.incarnation:016x}, not decode's"
+            if set(room.destination.required_acks) != {RANK}:
+                problem = f"required_acks is {room.destination.required_acks}; the ranks that write are ({RANK},)"
+        except TransferError as error:
+            problem = str(error)
+        if problem is not None:
+            return self._fail(room, SenderEvent.FAIL, problem, room.decode.name, "handoff_failed")
+        self.spawn(self._connect_to(room.room, descriptor))
+        return None
+
+    async def _connect_to(self, room: int, descriptor: Descriptor) -> None:
+        try:
+            self._mailbox.put(Connected(room, await self.endpoint.connect(descriptor)))
+        except TransferError as error:
+            self._mailbox.put(Connected(room, None, str(error)))
+
+    def _connected(self, item: Connected) -> None:
+        room = self.rooms.get(item.room)
+        if room is None or room.machine.state is not SenderState.QUEUED:
+            return
+        if item.peer is None:
+            self._fail(room, SenderEvent.FAIL, item.error, room.decode.name, "handoff_failed")
+            return
+        room.peer = item.peer
+        self.waiting.append(room.room)
+        self._tell(room, self.progress(room, "queued", position=len(self.waiting)))
+
+    def _write(self, room: PrefillRoom, last: bool) -> None:
+        assert room.peer is not None and room.holding is not None
+        spans, kv_bytes, metadata_bytes = self._writer.plan(room, last)
+        if last:
+            room.machine.last_posted()
+        if len(spans) == 0:
+            return
+        if room.holding.lease is None:
+            self.ledger.lease(room.holding, (RANK,), writer=0)
+        room.kv_bytes += kv_bytes
+        room.metadata_bytes += metadata_bytes
+        chunk, room_id, mailbox = room.chunk - 1, room.room, self._mailbox
+
+        def ended(result: WriteResult) -> None:
+            mailbox.put(WriteEnded(room_id, chunk, kv_bytes, result))
+
+        room.machine.write_posted()
+        if last:
+            room.clocks.wait(Wait.TRANSFER, self.clock.now_s())
+        handle: WriteHandle = self.endpoint.write(room.peer, spans, ended)
+        room.handles.append(handle)
+
+    def _write_ended(self, item: WriteEnded) -> None:
+        room = self.rooms[item.room]  # a room outlives each of its writes
+        broken = item.result.outcome is WriteOutcome.BROKEN
+        cause = None
+        if broken:
+            state = room.machine.state.name
+            cause = self.cause(room, "handoff_failed", f"a write failed: {item.result.error}", state, room.decode.name)
+        elif item.result.outcome is WriteOutcome.FLUSHED:
+            room.clocks.progress(self.clock.now_s())
+            self._tell(room, self.progress(room, "written", chunk=item.chunk, kv_bytes=item.kv_bytes))
+        self._do(room, room.machine.write_ended(broken, cause))
+
+    # --- commands ---
+
+    def _do(self, room: PrefillRoom, commands: list[sender.SenderCommand]) -> None:
+        for command in commands:
+            match command:
+                case sender.Enqueue():
+                    self._connect(room)
+                case sender.Write(last):
+                    self._write(room, last)
+                case sender.Cancel():
+                    drop(self.active, room.room)
+                    for handle in room.handles:
+                        self.endpoint.cancel(handle)
+                case sender.Report(cause):
+                    self.tell_room(room, Failed(room.room, self.role, cause))
+                case sender.Deliver():
+                    self._deliver(room)
+                case sender.Release():
+                    self._tell(room, Drained(room.room, RANK, False, room.kv_bytes, room.metadata_bytes))
+                    self.tell_room(room, AbortAck(room.room, self.role, RANK))
+                    self._release(room)
+                case sender.Strand():
+                    self.tell_room(room, AbortAck(room.room, self.role, RANK))
+                    self._free_pages(room)
+
+    def _deliver(self, room: PrefillRoom) -> None:
+        assert room.peer is not None
+        notification = Notification(room.room, RANK, self.network.address.incarnation)
+        self.endpoint.notify(room.peer, encode_notification(notification))
+        self._tell(room, Drained(room.room, RANK, True, room.kv_bytes, room.metadata_bytes))
+        self._release(room)
+
+    def _release(self, room: PrefillRoom) -> None:
+        self._free_pages(room)
+        drop(self.waiting, room.room)
+        drop(self.active, room.room)
+        del self.rooms[room.room]
+
+    def _free_pages(self, room: PrefillRoom) -> None:
+        """The source pages: every forward that names them is done, and every write from them has ended."""
+        holding = room.holding
+        if holding is None:
+            return
+        peers = NeverGiven() if holding.lease is None else DrainedProof(frozenset({RANK}))
+        self.ledger.release(holding, Quiescent(holding.id, Stepped(self.step_done), peers))
+        room.holding = None
+
+    def _tell(self, room: PrefillRoom, message: Progress | Drained) -> None:
+        """To decode's leader, with a copy to the room."""
+        self.network.send(room.decode.incarnation, message)
+        self.tell_room(room, message)
+
+    # --- clocks and status ---
+
+    def check_clocks(self, now_s: float) -> None:
+        for room in self.leg_rooms():
+            expiry = room.clocks.expired(now_s)
+            if expiry is not None and room.machine.kvpoll is not KVPoll.FAILED:
+                text = f"{expiry.clock} for {expiry.elapsed_s:.1f} s; the limit is {expiry.limit_s:g} s"
+                self._fail(room, SenderEvent.EXPIRED, text, room.decode.name, "deadline_exceeded")
+
+    def report_progress(self) -> None:
+        for position, room_id in enumerate((*self.active, *self.waiting)):
+            room = self.rooms[room_id]
+            news = self.progress(room, "queued", position=position, chunk=room.chunk - 1)
+            room.clocks.queued("prefill", news.position, news.step, room.chunk, self.clock.now_s())
+            self._tell(room, news)
+
+    def block_tables(self) -> dict[int, tuple[int, ...]]:
+        return {room.room: room.holding.pages for room in self.leg_rooms() if room.holding is not None}
+
+    def queues(self) -> dict[str, int]:
+        return {"rooms": len(self.rooms), "waiting": len(self.waiting), "active": len(self.active)}

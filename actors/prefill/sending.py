@@ -1,0 +1,63 @@
+"""Which spans a chunk's write has: the pages that it completed, and at the end the rest and the metadata row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvferry.actors.prefill.room import PrefillRoom
+from kvferry.engine.contract import Engine
+from kvferry.memory.admission import pages_needed
+from kvferry.protocol.metadata import Metadata
+from kvferry.transfer.contract import Region, Spans
+from kvferry.transfer.plan import Pairing, pair, plan_pages, plan_row
+
+
+class ChunkWriter:
+    """Plans the writes of one prefill rank. Pairings are made once per target."""
+
+    def __init__(self, engine: Engine, incarnation: int) -> None:
+        self._engine = engine
+        self._incarnation = incarnation
+        self._page_size = engine.limits.page_size
+        self._regions = engine.regions()
+        self._pairings: dict[tuple[Region, ...], Pairing] = {}
+
+    def check(self, room: PrefillRoom, target: tuple[Region, ...]) -> str | None:
+        """What is wrong with a destination, or None. Raises TransferError when the layouts can't be paired."""
+        destination = room.destination
+        assert destination is not None
+        needed = pages_needed(room.prompt_tokens, self._page_size)
+        if len(destination.pages) < needed:
+            return f"the destination has {len(destination.pages)} pages; the prompt needs {needed}"
+        if destination.prefix_tokens != 0:
+            return f"prefix_tokens is {destination.prefix_tokens}; allowed: 0"
+        if target not in self._pairings:
+            self._pairings[target] = pair(self._regions, target)
+        return None
+
+    def plan(self, room: PrefillRoom, last: bool) -> tuple[Spans, int, int]:
+        """Spans of the next write, its KV bytes and its metadata bytes.
+
+        A chunk that is not the last is floored to whole pages: a page that is still being filled is not written.
+        """
+        assert room.destination is not None and room.holding is not None and room.peer is not None
+        pairing = self._pairings[room.peer.descriptor.regions]
+        first = room.posted // self._page_size
+        end = pages_needed(room.computed, self._page_size) if last else room.computed // self._page_size
+        spans = plan_pages(pairing, _ids(room.holding.pages[first:end]), _ids(room.destination.pages[first:end]))
+        kv_bytes = int(spans["length"].sum())
+        room.posted = room.computed if last else end * self._page_size
+        if not last:
+            return spans, kv_bytes, 0
+        row = room.holding.rows[0]
+        total_bytes = room.kv_bytes + kv_bytes
+        metadata = Metadata(room.room, self._incarnation, room.prompt_tokens, room.first_token, total_bytes)
+        metadata.pack_into(self._engine.metadata_row(row))
+        row_spans = plan_row(pairing, "metadata", row, room.destination.metadata_slot)
+        return np.concatenate([spans, row_spans]), kv_bytes, int(row_spans["length"].sum())
+
+
+def _ids(pages: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    return np.asarray(pages, dtype=np.int64)

@@ -1,0 +1,65 @@
+"""A room's journal: every event with its time, every KVPoll transition with its duration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvferry.protocol.kvpoll import KVPoll
+
+
+@dataclass
+class Journal:
+    """Times are seconds since the room began, by its router's monotonic clock. `limit` bounds the events kept."""
+
+    room: int
+    request: int
+    attempt: int
+    prefill: str
+    decode: str
+    backend: str
+    prompt_tokens: int
+    began_s: float
+    limit: int = 4096
+    events: list[dict[str, Any]] = field(default_factory=list)
+    dropped: int = 0
+    kv_bytes: int = 0
+    metadata_bytes: int = 0
+    outcome: dict[str, Any] | None = None
+    _polls: list[tuple[KVPoll, float]] = field(default_factory=list)
+
+    def note(self, now_s: float, event: str, leg: str = "", **detail: Any) -> None:
+        if len(self.events) >= self.limit:
+            self.dropped += 1
+            return
+        kept = {key: value for key, value in detail.items() if value not in (None, "", -1)}
+        self.events.append({"at_s": round(now_s - self.began_s, 6), "event": event, "leg": leg, "detail": kept})
+
+    def poll(self, now_s: float, state: KVPoll) -> None:
+        """Write down a change of KVPoll; the same value again changes nothing."""
+        if not self._polls or self._polls[-1][0] is not state:
+            self._polls.append((state, now_s))
+
+    def as_object(self, now_s: float) -> dict[str, Any]:
+        """The journal as `GET /rooms/{id}` gives it. Room ids are strings: they exceed what JSON readers keep exact."""
+        polls = []
+        for index, (state, at_s) in enumerate(self._polls):
+            sticky = state in (KVPoll.FAILED, KVPoll.SUCCESS)
+            end_s = self._polls[index + 1][1] if index + 1 < len(self._polls) else at_s if sticky else now_s
+            row = {"state": state.name, "at_s": round(at_s - self.began_s, 6), "duration_s": round(end_s - at_s, 6)}
+            polls.append(row)
+        return {
+            "room": str(self.room),
+            "request": f"{self.request:016x}",
+            "attempt": self.attempt,
+            "prefill": self.prefill,
+            "decode": self.decode,
+            "backend": self.backend,
+            "prompt_tokens": self.prompt_tokens,
+            "kvpoll": polls,
+            "events": self.events,
+            "events_dropped": self.dropped,
+            "kv_bytes": self.kv_bytes,
+            "metadata_bytes": self.metadata_bytes,
+            "outcome": self.outcome,
+        }

@@ -1,0 +1,17 @@
+"""How an attempt's room ended, as the front's `submit` call resolves."""
+
+import msgspec
+
+from kvferry.protocol.errors import Cause
+from kvferry.protocol.messages import Address
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """`ok` = decode has committed: its leader now streams the tokens. Otherwise `cause` says why not."""
+
+    room: int
+    ok: bool
+    cause: Cause | None = None
+    prefill: Address | None = None
+    decode: Address | None = None
+    retry_after_s: float = 0.0

@@ -1,0 +1,301 @@
+"""The receiver machine: one room at decode's leader, from open until its pages are free.
+
+Commit is this machine's alone: it happens when every source rank's notification is in and the checks have passed.
+A room that fails after its destination was handed out keeps its pages until there is proof: an ack of every
+required rank, or the end of the writer's process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, ClassVar
+
+from kvferry.protocol.errors import Cause
+from kvferry.protocol.kvpoll import KVPoll
+from kvferry.protocol.machine import IGNORED, REFUSED, Cell, Go, Machine, Table
+
+
+class ReceiverState(Enum):
+    QUEUED = auto()  # waiting for admission; nothing allocated
+    RECEIVING = auto()  # the destination is out: peers may write
+    RUNNING = auto()  # committed
+    RELEASING = auto()  # failed; the pages wait for proof
+    STOPPING = auto()  # committed, then finished or stopped; a forward still names the pages
+    DONE = auto()
+    ENDED = auto()  # failed, nothing left
+
+
+class ReceiverEvent(Enum):
+    ADMIT = auto()
+    RECEIVED = auto()  # one source rank's notification
+    ALL_RECEIVED = auto()  # the last one, and the checks have passed
+    CHECK_FAILED = auto()
+    DRAINED = auto()  # a source rank has drained having written everything
+    DRAINED_SHORT = auto()  # a source rank has drained without having written everything
+    UNKNOWN = auto()  # prefill does not know the room: counts as drained
+    ABORT = auto()  # by the room, for a failure elsewhere
+    ABORT_RUNNING = auto()  # by the room: the client has gone
+    STOP = auto()  # by the front
+    ROOM_LOST = auto()
+    PREFILL_LOST = auto()
+    PREFILL_EXITED = auto()  # proof that prefill's process has ended
+    FRONT_LOST = auto()
+    EXPIRED = auto()
+    FAIL = auto()  # the engine or the data plane refused
+    FINISHED = auto()  # a stop rule holds
+    PROVEN = auto()  # internal: nobody can write to the pages any more
+    QUIET = auto()  # internal: no forward names the pages any more
+
+
+S, V = ReceiverState, ReceiverEvent
+Row = dict[ReceiverEvent, Cell[ReceiverState]]
+
+
+def _row(base: Cell[ReceiverState], *rows: dict[str, Cell[ReceiverState]], **cells: Cell[ReceiverState]) -> Row:
+    filled = {name: cell for row in (*rows, cells) for name, cell in row.items()}
+    return {event: filled.get(event.name, base) for event in ReceiverEvent}
+
+
+def _ends(to: ReceiverState, told: str, found: str) -> dict[str, Cell[ReceiverState]]:
+    """`told`: the room or its router ended it. `found`: decode finds the failure and reports it."""
+    tellers = (V.ABORT, V.ABORT_RUNNING, V.ROOM_LOST)
+    finders = (V.STOP, V.FRONT_LOST, V.EXPIRED, V.FAIL, V.PREFILL_LOST, V.PREFILL_EXITED)
+    row: dict[str, Cell[ReceiverState]] = {event.name: Go(to, told) for event in tellers}
+    row.update({event.name: Go(to, found) for event in finders})
+    return row
+
+
+TABLE: Table[ReceiverState, ReceiverEvent] = {
+    S.QUEUED: _row(
+        REFUSED,
+        _ends(S.ENDED, "ack_and_end", "report_and_end"),
+        ADMIT=Go(S.RECEIVING, "hand_out"),
+        DRAINED=IGNORED,
+        DRAINED_SHORT=IGNORED,
+        UNKNOWN=Go(S.ENDED, "report_and_end"),
+    ),
+    S.RECEIVING: _row(
+        REFUSED,
+        _ends(S.RELEASING, "ack_and_abort", "report_and_abort"),
+        RECEIVED=Go(S.RECEIVING, "note_received"),
+        ALL_RECEIVED=Go(S.RUNNING, "commit"),
+        CHECK_FAILED=Go(S.RELEASING, "report_and_abort"),
+        DRAINED=Go(S.RECEIVING),
+        DRAINED_SHORT=Go(S.RELEASING, "report"),
+        UNKNOWN=Go(S.RELEASING, "report"),
+        # With its writer gone there is nobody to send an abort to.
+        PREFILL_LOST=Go(S.RELEASING, "report"),
+        PREFILL_EXITED=Go(S.RELEASING, "report"),
+    ),
+    S.RUNNING: _row(
+        IGNORED,
+        ADMIT=REFUSED,
+        ALL_RECEIVED=REFUSED,
+        CHECK_FAILED=REFUSED,
+        ABORT=Go(S.RUNNING, "answer_committed"),
+        ABORT_RUNNING=Go(S.STOPPING, "stop_running"),
+        STOP=Go(S.STOPPING, "leave_batch"),
+        FRONT_LOST=Go(S.STOPPING, "leave_batch"),
+        FAIL=Go(S.STOPPING, "leave_batch"),
+        FINISHED=Go(S.STOPPING, "leave_batch"),
+        PROVEN=REFUSED,
+        QUIET=REFUSED,
+    ),
+    S.RELEASING: _row(
+        IGNORED,
+        ADMIT=REFUSED,
+        FINISHED=REFUSED,
+        ALL_RECEIVED=IGNORED,  # a notification after an abort counts as drained, no more
+        ABORT=Go(S.RELEASING, "ack"),
+        ABORT_RUNNING=Go(S.RELEASING, "ack"),
+        PROVEN=Go(S.ENDED, "release"),
+        QUIET=REFUSED,
+    ),
+    S.STOPPING: _row(IGNORED, ADMIT=REFUSED, ABORT=Go(S.STOPPING, "answer_committed"), QUIET=Go(S.DONE, "release")),
+    S.DONE: _row(IGNORED, ADMIT=REFUSED, FINISHED=REFUSED, PROVEN=REFUSED),
+    S.ENDED: _row(IGNORED, ADMIT=REFUSED, FINISHED=REFUSED, QUIET=REFUSED),
+}
+
+_KVPOLL = {
+    S.QUEUED: KVPoll.BOOTSTRAPPING,
+    S.RECEIVING: KVPoll.WAITING_FOR_INPUT,
+    S.RUNNING: KVPoll.SUCCESS,
+    S.RELEASING: KVPoll.FAILED,
+    S.STOPPING: KVPoll.SUCCESS,
+    S.DONE: KVPoll.SUCCESS,
+    S.ENDED: KVPoll.FAILED,
+}
+
+
+@dataclass(frozen=True)
+class HandOut:
+    """Lease the pages to the writer and send it the `Destination`; tell the room."""
+
+
+@dataclass(frozen=True)
+class NoteReceived:
+    """Tell the room that `rank`'s notification is in."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class Commit:
+    """End the lease, tell the room, publish the first token, join the running batch."""
+
+
+@dataclass(frozen=True)
+class AbortWriter:
+    """Ask prefill to stop and to say Drained; the pages are quarantined until then."""
+
+
+@dataclass(frozen=True)
+class Quarantine:
+    """The writer can't be asked; the pages wait for proof."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Tell the room of a failure that decode has found."""
+
+    cause: Cause
+
+
+@dataclass(frozen=True)
+class Ack:
+    """Tell the room that decode has stopped."""
+
+
+@dataclass(frozen=True)
+class AnswerCommitted:
+    """Tell the room that decode has committed."""
+
+
+@dataclass(frozen=True)
+class LeaveBatch:
+    """Take the request out of the running batch."""
+
+
+@dataclass(frozen=True)
+class Release:
+    """Release the pages with the proof at hand (if there are any) and forget the room."""
+
+
+ReceiverCommand = (
+    HandOut | NoteReceived | Commit | AbortWriter | Quarantine | Report | Ack | AnswerCommitted | LeaveBatch | Release
+)
+
+
+class ReceiverMachine(Machine[ReceiverState, ReceiverEvent]):
+    """Events in, `ReceiverCommand`s out. `acks`, `exited` and `stepping` are what proof depends on."""
+
+    TABLE: ClassVar[Any] = TABLE
+    LOCAL = frozenset({V.ADMIT, V.FINISHED, V.ALL_RECEIVED, V.CHECK_FAILED})
+
+    def __init__(self, required_acks: frozenset[int]) -> None:
+        super().__init__(S.QUEUED)
+        self.required_acks = required_acks
+        self.received: set[int] = set()
+        self.acks: set[int] = set()
+        self.exited = False
+        self.transferring = False
+        self.stepping = False
+        self.cause: Cause | None = None
+        self._rank = 0
+
+    @property
+    def kvpoll(self) -> KVPoll:
+        if self.state is S.RECEIVING and (self.transferring or self.received):
+            return KVPoll.TRANSFERRING
+        return _KVPOLL[self.state]
+
+    @property
+    def drained(self) -> bool:
+        """Every required rank has acked."""
+        return self.acks >= self.required_acks
+
+    def handle(self, event: ReceiverEvent, cause: Cause | None = None) -> list[ReceiverCommand]:
+        """Apply an event. `cause` goes with every event that ends the room; the first is kept."""
+        if cause is not None and self.cause is None and self.state in (S.QUEUED, S.RECEIVING):
+            self.cause = cause
+        if event is V.PREFILL_EXITED:
+            self.exited = True
+        if event is V.UNKNOWN:
+            self.acks |= self.required_acks
+        return self.fire(event)
+
+    def rank_received(self, rank: int) -> list[ReceiverCommand]:
+        """A source rank's notification: its last write is flushed, so it also counts as the rank's ack."""
+        self.acks.add(rank)
+        if rank not in self.received and self.state is S.RECEIVING:
+            self.received.add(rank)
+        self._rank = rank
+        return self.fire(V.RECEIVED)
+
+    def rank_drained(self, rank: int, complete: bool, cause: Cause | None = None) -> list[ReceiverCommand]:
+        """A source rank says that its writes are flushed or will never be posted."""
+        self.acks.add(rank)
+        return self.handle(V.DRAINED if complete else V.DRAINED_SHORT, None if complete else cause)
+
+    @property
+    def all_received(self) -> bool:
+        """Every required rank's notification is in: the caller checks the metadata and fires ALL_RECEIVED."""
+        return self.state is S.RECEIVING and self.received >= self.required_acks
+
+    def step_started(self) -> None:
+        self.stepping = True
+
+    def step_ended(self) -> list[ReceiverCommand]:
+        self.stepping = False
+        internal = self.after()
+        return self.fire(internal) if internal is not None else []
+
+    def after(self) -> ReceiverEvent | None:
+        if self.state is S.RELEASING and (self.drained or self.exited):
+            return V.PROVEN
+        if self.state is S.STOPPING and not self.stepping:
+            return V.QUIET
+        return None
+
+    def _hand_out(self) -> None:
+        self.commands.append(HandOut())
+
+    def _note_received(self) -> None:
+        self.commands.append(NoteReceived(self._rank))
+
+    def _commit(self) -> None:
+        self.commands.append(Commit())
+
+    def _ack_and_end(self) -> None:
+        self.commands += [Ack(), Release()]
+
+    def _report_and_end(self) -> None:
+        self.commands += [Report(self._cause()), Release()]
+
+    def _ack_and_abort(self) -> None:
+        self.commands += [Ack(), AbortWriter()]
+
+    def _report_and_abort(self) -> None:
+        self.commands += [Report(self._cause()), AbortWriter()]
+
+    def _report(self) -> None:
+        self.commands += [Report(self._cause()), Quarantine()]
+
+    def _ack(self) -> None:
+        self.commands.append(Ack())
+
+    def _answer_committed(self) -> None:
+        self.commands.append(AnswerCommitted())
+
+    def _stop_running(self) -> None:
+        self.commands += [AnswerCommitted(), LeaveBatch()]
+
+    def _leave_batch(self) -> None:
+        self.commands.append(LeaveBatch())
+
+    def _release(self) -> None:
+        self.commands.append(Release())
+
+    def _cause(self) -> Cause:
+        return self.cause or Cause("handoff_failed", "decode ended the room without giving a cause", leg="decode")

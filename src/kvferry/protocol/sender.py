@@ -1,0 +1,247 @@
+"""The sender machine: one room at prefill's leader, from open until its writes are flushed and its pages free.
+
+The machine counts what keeps it from being quiet: writes posted and not ended, and a forward that names the
+room's pages. An abort never ends a room that is not quiet; it drains it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, ClassVar
+
+from kvferry.protocol.errors import Cause
+from kvferry.protocol.kvpoll import KVPoll
+from kvferry.protocol.machine import IGNORED, REFUSED, Cell, Go, Machine, Table
+
+
+class SenderState(Enum):
+    AWAITING_DESTINATION = auto()
+    QUEUED = auto()  # destination known; source pages not reserved
+    COMPUTING = auto()  # source pages reserved; chunks are computed and written
+    FLUSHING = auto()  # all computed; writes are still on the way
+    DRAINING = auto()  # failed; waiting for writes and the forward to end
+    BROKEN = auto()  # failed and quiet, but no Drained can be given: a write did not say what landed
+    DONE = auto()
+    ENDED = auto()  # failed, nothing left
+
+
+class SenderEvent(Enum):
+    DESTINATION = auto()
+    RESERVE = auto()
+    CHUNK_COMPUTED = auto()
+    LAST_COMPUTED = auto()
+    WRITE_ENDED = auto()
+    WRITE_BROKEN = auto()
+    FAIL = auto()  # the engine or the data plane refused
+    ABORT = auto()  # by the room
+    ABORT_TRANSFER = auto()  # by decode
+    STOP = auto()  # by the front
+    ROOM_LOST = auto()
+    DECODE_LOST = auto()
+    FRONT_LOST = auto()
+    EXPIRED = auto()
+    DECODE_EXITED = auto()  # proof that decode's process has ended
+    FLUSHED = auto()  # internal: all computed and no write outstanding
+    QUIET = auto()  # internal: draining, no write outstanding, no forward running
+    QUIET_BROKEN = auto()  # internal: as QUIET, but a write ended without saying what landed
+
+
+S, V = SenderState, SenderEvent
+Row = dict[SenderEvent, Cell[SenderState]]
+#: Another party ended the room; it knows, so the room is only acked.
+_TOLD = (V.ABORT, V.ABORT_TRANSFER, V.ROOM_LOST)
+#: Prefill finds the failure itself and reports it to the room at once.
+_FOUND = (V.STOP, V.DECODE_LOST, V.DECODE_EXITED, V.FRONT_LOST, V.EXPIRED, V.FAIL)
+
+
+def _row(base: Cell[SenderState], *rows: dict[str, Cell[SenderState]], **cells: Cell[SenderState]) -> Row:
+    filled = {name: cell for row in (*rows, cells) for name, cell in row.items()}
+    return {event: filled.get(event.name, base) for event in SenderEvent}
+
+
+def _ends(to: SenderState, told: str, found: str) -> dict[str, Cell[SenderState]]:
+    row: dict[str, Cell[SenderState]] = {event.name: Go(to, told) for event in _TOLD}
+    row.update({event.name: Go(to, found) for event in _FOUND})
+    return row
+
+
+_DRAIN = _ends(S.DRAINING, "drain", "fail_and_drain")
+_END = _ends(S.ENDED, "end", "fail_and_end")
+
+TABLE: Table[SenderState, SenderEvent] = {
+    S.AWAITING_DESTINATION: _row(REFUSED, _END, DESTINATION=Go(S.QUEUED, "queue")),
+    S.QUEUED: _row(REFUSED, _END, DESTINATION=IGNORED, RESERVE=Go(S.COMPUTING)),
+    S.COMPUTING: _row(
+        REFUSED,
+        _DRAIN,
+        DESTINATION=IGNORED,
+        CHUNK_COMPUTED=Go(S.COMPUTING, "write"),
+        LAST_COMPUTED=Go(S.FLUSHING, "write_last"),
+        WRITE_ENDED=Go(S.COMPUTING),
+        WRITE_BROKEN=Go(S.DRAINING, "fail_and_drain"),
+    ),
+    S.FLUSHING: _row(
+        REFUSED,
+        _DRAIN,
+        DESTINATION=IGNORED,
+        WRITE_ENDED=Go(S.FLUSHING),
+        WRITE_BROKEN=Go(S.DRAINING, "fail_and_drain"),
+        FLUSHED=Go(S.DONE, "deliver"),
+    ),
+    # A forward that was running may still end here: its result is not written.
+    S.DRAINING: _row(IGNORED, RESERVE=REFUSED, QUIET=Go(S.ENDED, "end"), QUIET_BROKEN=Go(S.BROKEN, "strand")),
+    S.BROKEN: _row(IGNORED, RESERVE=REFUSED, DECODE_EXITED=Go(S.ENDED, "end")),
+    S.DONE: _row(IGNORED, RESERVE=REFUSED, CHUNK_COMPUTED=REFUSED, LAST_COMPUTED=REFUSED),
+    S.ENDED: _row(IGNORED, RESERVE=REFUSED, CHUNK_COMPUTED=REFUSED, LAST_COMPUTED=REFUSED),
+}
+
+_KVPOLL = {
+    S.AWAITING_DESTINATION: KVPoll.BOOTSTRAPPING,
+    S.QUEUED: KVPoll.WAITING_FOR_INPUT,
+    S.COMPUTING: KVPoll.WAITING_FOR_INPUT,
+    S.FLUSHING: KVPoll.TRANSFERRING,
+    S.DRAINING: KVPoll.FAILED,
+    S.BROKEN: KVPoll.FAILED,
+    S.DONE: KVPoll.SUCCESS,
+    S.ENDED: KVPoll.FAILED,
+}
+
+
+@dataclass(frozen=True)
+class Enqueue:
+    """The destination is known: the room may be computed when its turn comes."""
+
+
+@dataclass(frozen=True)
+class Write:
+    """Write what has been computed; with `last`, the rest of the pages and the metadata."""
+
+    last: bool
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """Stop posting the room's writes; each still ends."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Tell the room of a failure that prefill has found."""
+
+    cause: Cause
+
+
+@dataclass(frozen=True)
+class Deliver:
+    """Everything is flushed: notify on the data path, say Drained, release the source pages, forget the room."""
+
+
+@dataclass(frozen=True)
+class Release:
+    """Nothing more will be written: say Drained to decode and the room, release the source pages, forget the room."""
+
+
+@dataclass(frozen=True)
+class Strand:
+    """No read or write is left here, so the source pages are free; but the room stays known and no Drained is said."""
+
+
+SenderCommand = Enqueue | Write | Cancel | Report | Deliver | Release | Strand
+
+
+class SenderMachine(Machine[SenderState, SenderEvent]):
+    """Events in, `SenderCommand`s out. `writes_open`, `stepping` and `broken` are what QUIET depends on."""
+
+    TABLE: ClassVar[Any] = TABLE
+    LOCAL = frozenset({V.RESERVE, V.CHUNK_COMPUTED, V.LAST_COMPUTED})
+
+    def __init__(self) -> None:
+        super().__init__(S.AWAITING_DESTINATION)
+        self.writes_open = 0
+        self.writes_posted = 0
+        self.stepping = False
+        self.broken = False
+        self.cause: Cause | None = None
+
+    @property
+    def kvpoll(self) -> KVPoll:
+        if self.state is S.COMPUTING and self.writes_posted:
+            return KVPoll.TRANSFERRING
+        return _KVPOLL[self.state]
+
+    def handle(self, event: SenderEvent, cause: Cause | None = None) -> list[SenderCommand]:
+        """Apply an event that is no write's end. `cause` goes with every event that ends the room."""
+        if cause is not None and self.cause is None:
+            self.cause = cause
+        return self.fire(event)
+
+    def write_posted(self) -> None:
+        self.writes_open += 1
+        self.writes_posted += 1
+
+    def write_ended(self, broken: bool, cause: Cause | None = None) -> list[SenderCommand]:
+        """A posted write has ended. `broken`: it can't say what landed."""
+        self.writes_open -= 1
+        self.broken = self.broken or broken
+        return self.handle(V.WRITE_BROKEN if broken else V.WRITE_ENDED, cause)
+
+    def step_started(self) -> None:
+        self.stepping = True
+
+    def step_ended(self, event: SenderEvent) -> list[SenderCommand]:
+        """The forward that named the room's pages has ended; `event` is CHUNK_COMPUTED or LAST_COMPUTED.
+
+        A room that was aborted meanwhile ignores the result, and may be quiet now.
+        """
+        self.stepping = False
+        return self.fire(event) if self.state is S.COMPUTING else self.settle()
+
+    def settle(self) -> list[SenderCommand]:
+        """Fire the internal event that is due, if any."""
+        internal = self.after()
+        return self.fire(internal) if internal is not None else []
+
+    def after(self) -> SenderEvent | None:
+        if self.writes_open or self.stepping:
+            return None
+        if self.state is S.DRAINING:
+            return V.QUIET_BROKEN if self.broken else V.QUIET
+        # A last chunk posts at least the metadata, so FLUSHING with nothing open means that it has all ended.
+        return V.FLUSHED if self.state is S.FLUSHING and self._last_posted else None
+
+    _last_posted = False
+
+    def last_posted(self) -> None:
+        """The actor has posted the last chunk's writes (they may even have ended)."""
+        self._last_posted = True
+
+    def _queue(self) -> None:
+        self.commands.append(Enqueue())
+
+    def _write(self) -> None:
+        self.commands.append(Write(last=False))
+
+    def _write_last(self) -> None:
+        self.commands.append(Write(last=True))
+
+    def _drain(self) -> None:
+        self.commands.append(Cancel())
+
+    def _fail_and_drain(self) -> None:
+        self.commands += [Report(self._cause()), Cancel()]
+
+    def _end(self) -> None:
+        self.commands.append(Release())
+
+    def _fail_and_end(self) -> None:
+        self.commands += [Report(self._cause()), Release()]
+
+    def _strand(self) -> None:
+        self.commands.append(Strand())
+
+    def _deliver(self) -> None:
+        self.commands.append(Deliver())
+
+    def _cause(self) -> Cause:
+        return self.cause or Cause("handoff_failed", "prefill ended the room without giving a cause", leg="prefill")
