@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from kvferry.actors.carrier import PidWatch
 from kvferry.protocol.messages import Address
 
+#: The kernel's own upper limit of pids on 64 bits.
+PID_MAX = 1 << 22
+
 
 @dataclass
 class _Watched:
@@ -23,12 +26,16 @@ class _Watched:
 
 
 class Exits:
-    """The watched processes of this host; `on_exited` is called once for each that has provably ended."""
+    """The watched processes of this host; `on_exited` is called once for each that has provably ended.
+
+    `unwatchable` counts peers of this host that the kernel would not let us watch: for them no proof comes.
+    """
 
     def __init__(self, watch: PidWatch | None, host: str, on_exited: Callable[[Address], None]) -> None:
         self._watch, self._host, self._on_exited = watch, host, on_exited
         self._watched: dict[int, _Watched] = {}
         self._ended: set[int] = set()
+        self.unwatchable = 0
 
     def has_ended(self, incarnation: int) -> bool:
         return incarnation in self._ended
@@ -45,6 +52,9 @@ class Exits:
     def observe(self, peer: Address) -> bool:
         """Watch the process that has introduced itself as `peer`. True when a question must be put to it."""
         if self._watch is None or not self._host or peer.host != self._host or peer.incarnation in self._ended:
+            return False
+        if not 0 < peer.pid <= PID_MAX:
+            self.unwatchable += 1
             return False
         watched = self._watched.get(peer.incarnation)
         if watched is None:
@@ -74,7 +84,14 @@ class Exits:
 
     def _open(self, watched: _Watched) -> None:
         assert self._watch is not None
-        if not self._watch.watch(watched.address, lambda: self._fired(watched)):
+        try:
+            exists = self._watch.watch(watched.address, lambda: self._fired(watched))
+        except OSError:
+            # Not a process's pid, or no descriptors left. Without the kernel's word there is no proof, and no more.
+            self.unwatchable += 1
+            del self._watched[watched.address.incarnation]
+            return
+        if not exists:
             self._end(watched)
 
     def _fired(self, watched: _Watched) -> None:

@@ -69,7 +69,6 @@ class LinkLayer:
         self._dials = 0
         self._dials_heard: dict[int, int] = {}
         self._queue: deque[tuple[_QueueEvent, Address, _Link | None]] = deque()
-        self._draining = False
         self._drain_soon = False
         self._dirty: dict[int, _Link] = {}
         self._handler: LinkHandler | None = None
@@ -99,7 +98,6 @@ class LinkLayer:
             return
         if self._exits.has_ended(address.incarnation):
             self._enqueue(Lost(Ending.EXITED), address, None)
-            self._schedule_drain()
             return
         self._dials += 1
         session_id, now_s = self._random.bits(64), self._clock.now_s()
@@ -115,10 +113,7 @@ class LinkLayer:
         if link is None:
             return False
         queued = link.session.send(encode(message), self._clock.now_s())
-        if not queued:
-            self._after(link)
-            self._schedule_drain()
-        self._touch(link)
+        self._after(link)
         return queued
 
     def is_up(self, incarnation: int) -> bool:
@@ -130,7 +125,6 @@ class LinkLayer:
         if link is not None:
             link.dropped = True
             self._end(link, Ending.CLOSED)
-            self._schedule_drain()
 
     async def close(self) -> None:
         """End every session (CLOSED, told to the peers and to the handler) and free the sockets. Idempotent."""
@@ -142,9 +136,11 @@ class LinkLayer:
         for link in list(self._links.values()):
             link.dropped = True
             self._end(link, Ending.CLOSED)
-        self._drain()
         self._exits.close()
-        await self._carrier.close()
+        try:
+            self._drain()
+        finally:
+            await self._carrier.close()
 
     # --- CarrierHandler -------------------------------------------------------------------------------------
 
@@ -160,7 +156,6 @@ class LinkLayer:
             self._hello(path, frame)
         else:
             self._route(path, frame)
-        self._drain()
 
     def on_path_down(self, path: Path, refused: bool) -> None:
         link = self._by_path.pop(path, None)
@@ -181,7 +176,6 @@ class LinkLayer:
         else:
             self._redial(link, now_s)
         self._wake.set()
-        self._drain()
 
     # --- frames ---------------------------------------------------------------------------------------------
 
@@ -260,6 +254,10 @@ class LinkLayer:
         self._use(link, link.dialled)
 
     def _use(self, link: _Link, path: Path) -> None:
+        before = link.path
+        if before is not None and before not in (path, link.dialled):
+            self._by_path.pop(before, None)
+            self._carrier.disconnect(before)
         link.path, link.refused_at_s, link.redial_at_s = path, None, None
         self._by_path[path] = link
 
@@ -296,16 +294,16 @@ class LinkLayer:
         del self._links[link.peer.incarnation]
         del self._by_session[link.session.session]
         self._dirty.pop(id(link), None)
-        for path in {path for path in (link.path, link.dialled) if path is not None}:
-            self._by_path.pop(path, None)
-            self._carrier.disconnect(path)
+        for path in dict.fromkeys((link.path, link.dialled)):
+            if path is not None:
+                self._by_path.pop(path, None)
+                self._carrier.disconnect(path)
 
     def _peer_exited(self, peer: Address) -> None:
         link = self._links.get(peer.incarnation)
         if link is not None:
             self._end(link, Ending.EXITED)
         self._enqueue(_Exited(), peer, None)
-        self._schedule_drain()
 
     # --- sending --------------------------------------------------------------------------------------------
 
@@ -333,24 +331,21 @@ class LinkLayer:
 
     def _enqueue(self, event: _QueueEvent, peer: Address, link: _Link | None) -> None:
         self._queue.append((event, peer, link))
+        self._schedule_drain()
 
     def _schedule_drain(self) -> None:
-        """For what a local caller brought about: the handler is never called from inside its own call."""
-        if not self._drain_soon and not self._draining:
+        """The handler is called in a turn of its own, never from inside a call that it made."""
+        if not self._drain_soon:
             self._drain_soon = True
             asyncio.get_running_loop().call_soon(self._drain)
 
     def _drain(self) -> None:
         self._drain_soon = False
-        if self._draining:
-            return
-        self._draining = True
         try:
             while self._queue:
                 self._hand_over(*self._queue.popleft())
         finally:
-            self._draining = False
-            if self._queue:  # the handler raised; the rest is not lost
+            if self._queue:  # the handler raised: the loop reports it, and the rest is not lost
                 self._schedule_drain()
 
     def _hand_over(self, event: _QueueEvent, peer: Address, link: _Link | None) -> None:
@@ -402,4 +397,3 @@ class LinkLayer:
                 self._redial(link, now_s)
             link.session.tick(now_s)
             self._after(link)
-        self._drain()

@@ -1,0 +1,266 @@
+"""The `kvferry` command: serve, ask, status, room, config check.
+
+Expected failures (a server that is not there, a bad configuration) are one line on stderr and exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+from rich.console import Console
+
+from kvferry import __version__
+from kvferry.obs.show import show_room, show_status
+from kvferry.protocol.errors import KVFerryError
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+class CommandFailed(Exception):
+    """An expected failure; its text is for the user."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    run: Callable[[argparse.Namespace], int] = args.run
+    try:
+        return run(args)
+    except (CommandFailed, KVFerryError) as error:
+        print(f"kvferry: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output has gone: nothing to say, and nobody to say it to
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="kvferry", description="Prefill/decode disaggregation on Ray.")
+    parser.add_argument("--version", action="version", version=f"kvferry {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_serve(commands)
+    _add_ask(commands)
+    status = commands.add_parser("status", help="instances, queues, pages")
+    status.set_defaults(run=run_status)
+    room = commands.add_parser("room", help="the journal of a room, as a timeline")
+    room.add_argument("room", metavar="ID", help="the X-KVFerry-Room of an answer")
+    room.set_defaults(run=run_room)
+    for command in (status, room):
+        command.add_argument("--url", default=DEFAULT_URL, help="the server (%(default)s)")
+        command.add_argument("--json", action="store_true", help="print the object itself")
+    config = commands.add_parser("config", help="work on configuration files").add_subparsers(required=True)
+    check = config.add_parser("check", help="read a file, refuse what is not acceptable")
+    check.add_argument("file", metavar="FILE")
+    check.add_argument("--json", action="store_true", help="print the whole configuration, defaults included")
+    check.set_defaults(run=run_config_check)
+    return parser
+
+
+def _add_serve(commands: Any) -> None:
+    serve = commands.add_parser("serve", help="start a local cluster and serve until Ctrl-C")
+    serve.add_argument("config", metavar="CONFIG", nargs="?", help="a YAML file such as serve.yaml (default: defaults)")
+    serve.add_argument("--model", help="the packaged model, a local directory, or a hub id")
+    serve.add_argument("--prefill", type=int, metavar="N", help="prefill instances")
+    serve.add_argument("--decode", type=int, metavar="N", help="decode instances")
+    serve.add_argument("--host", help="address to listen on")
+    serve.add_argument("--port", type=int, help="port to listen on")
+    serve.set_defaults(run=run_serve)
+
+
+def _add_ask(commands: Any) -> None:
+    ask = commands.add_parser("ask", help="ask once, and stream the answer")
+    ask.add_argument("prompt")
+    ask.add_argument("--unified", action="store_true", help="no server: both roles in this process")
+    ask.add_argument("--url", default=DEFAULT_URL, help="the server (%(default)s)")
+    ask.add_argument("--model", help="with --unified the model to load, else the name to ask for")
+    ask.add_argument("--system", help="a system message before the prompt")
+    ask.add_argument("--max-tokens", type=int, metavar="N")
+    ask.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (%(default)s)")
+    ask.add_argument("--top-p", type=float)
+    ask.add_argument("--top-k", type=int)
+    ask.add_argument("--seed", type=int)
+    ask.add_argument("--stop", action="append", help="may be given several times")
+    ask.add_argument("--json", action="store_true", help="print one object at the end")
+    ask.set_defaults(run=run_ask)
+
+
+# --- Commands --------------------------------------------------------------------------------------------------
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    from kvferry.cluster.config import load
+
+    overrides = {
+        "model.model": args.model,
+        "prefill.instances": args.prefill,
+        "decode.instances": args.decode,
+        "http.host": args.host,
+        "http.port": args.port,
+    }
+    config = load(args.config, overrides)
+    from kvferry.serve.launcher import serve
+
+    serve(config)
+    return 0
+
+
+def run_ask(args: argparse.Namespace) -> int:
+    """Streams the text to stdout as it comes; the last line ends with a newline."""
+    body = _chat_body(args)
+
+    def show(text: str) -> None:
+        if not args.json:
+            print(text, end="", flush=True)
+
+    answer = _ask_unified(args, body, show) if args.unified else _ask_server(args, body, show)
+    if args.json:
+        _print_json(answer)
+        return 0
+    print()
+    if sys.stdout.isatty():
+        usage, room = answer["usage"], answer.get("room")
+        where = f", room {room}" if room else ""
+        Console(stderr=True).print(
+            f"[dim]{usage['prompt_tokens']} + {usage['completion_tokens']} tokens, "
+            f"finish_reason {answer['finish_reason']}{where}[/dim]"
+        )
+    return 0
+
+
+def run_status(args: argparse.Namespace) -> int:
+    status = _get(args.url, "/status")
+    if args.json:
+        _print_json(status)
+    else:
+        Console().print(show_status(status))
+    return 0
+
+
+def run_room(args: argparse.Namespace) -> int:
+    journal = _get(args.url, f"/rooms/{httpx.URL(path='/' + args.room).raw_path.decode()[1:]}")
+    if args.json:
+        _print_json(journal)
+    else:
+        Console().print(show_room(journal))
+    return 0
+
+
+def run_config_check(args: argparse.Namespace) -> int:
+    from kvferry.cluster.config import load
+
+    config = load(args.file)
+    if args.json:
+        _print_json(json.loads(config.to_bytes()))
+    else:
+        print(f"{args.file}: acceptable")
+    return 0
+
+
+# --- Asking ----------------------------------------------------------------------------------------------------
+
+
+def _chat_body(args: argparse.Namespace) -> dict[str, Any]:
+    """The body of the chat request; what was not given is left out."""
+    messages = [{"role": "system", "content": args.system}] if args.system else []
+    messages.append({"role": "user", "content": args.prompt})
+    given = {
+        "model": args.model, "max_tokens": args.max_tokens, "temperature": args.temperature, "top_p": args.top_p,
+        "top_k": args.top_k, "seed": args.seed, "stop": args.stop,
+    }  # fmt: skip
+    return {"messages": messages} | {name: value for name, value in given.items() if value is not None}
+
+
+def _ask_unified(args: argparse.Namespace, body: dict[str, Any], show: Callable[[str], None]) -> dict[str, Any]:
+    """Both roles in this process. The body passes the same checks as over HTTP."""
+    from kvferry.cluster.config import load
+    from kvferry.serve.unified import ask
+    from kvferry.serve.schemas import parse_chat
+
+    config = load(None, {"model.model": args.model})
+    chat = parse_chat(json.dumps(body | {"model": config.served_name()}).encode())
+    answer: dict[str, Any] = ask(config, chat, show)
+    return answer
+
+
+def _ask_server(args: argparse.Namespace, body: dict[str, Any], show: Callable[[str], None]) -> dict[str, Any]:
+    if "model" not in body:
+        body["model"] = _get(args.url, "/v1/models")["data"][0]["id"]
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    answer: dict[str, Any] = {"id": "", "model": body["model"], "room": None, "text": "", "finish_reason": None}
+    with _client(args.url) as client, client.stream("POST", "/v1/chat/completions", json=body) as response:
+        if response.status_code != 200:
+            response.read()
+            raise CommandFailed(_error_text(response))
+        answer["room"] = response.headers.get("x-kvferry-room")
+        for chunk in _events(response):
+            answer["id"] = chunk["id"]
+            if chunk.get("usage"):
+                answer["usage"] = chunk["usage"]
+            for choice in chunk["choices"]:
+                text = choice["delta"].get("content") or ""
+                show(text)
+                answer["text"] += text
+                answer["finish_reason"] = choice["finish_reason"] or answer["finish_reason"]
+    return answer
+
+
+def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    """The chunks up to [DONE]. Raises CommandFailed for an error event, or when the stream ends without one."""
+    for line in response.iter_lines():
+        if line == "data: [DONE]":
+            return
+        if line.startswith("data: "):
+            chunk: dict[str, Any] = json.loads(line.removeprefix("data: "))
+            if "error" in chunk:
+                raise CommandFailed(chunk["error"]["message"])
+            yield chunk
+    raise CommandFailed("the answer ended before its end")
+
+
+# --- HTTP ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _client(url: str) -> Iterator[httpx.Client]:
+    """No read timeout: the server's own clocks end a request. Transport errors become CommandFailed."""
+    try:
+        with httpx.Client(base_url=url, timeout=httpx.Timeout(None, connect=5.0)) as client:
+            yield client
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        reason = str(error) or type(error).__name__
+        raise CommandFailed(f"{url} can't be reached: {reason}; is `kvferry serve` running?") from None
+
+
+def _get(url: str, path: str) -> dict[str, Any]:
+    with _client(url) as client:
+        response = client.get(path)
+    if response.status_code != 200:
+        raise CommandFailed(_error_text(response))
+    try:
+        answer: dict[str, Any] = response.json()
+    except ValueError:
+        raise CommandFailed(f"{url}{path} did not answer with JSON; is it a KVFerry server?") from None
+    return answer
+
+
+def _error_text(response: httpx.Response) -> str:
+    try:
+        message: str = response.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return f"{response.request.url} answered {response.status_code}"
+    return f"{message} (HTTP {response.status_code})"
+
+
+def _print_json(value: object) -> None:
+    print(json.dumps(value, ensure_ascii=False, indent=2 if sys.stdout.isatty() else None))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,246 @@
+"""The configuration: one YAML file in the shape of Ray Serve's own, read into strict structs.
+
+    http_options: {host, port}
+    applications:
+      - name: kvferry
+        import_path: kvferry.serve.deployment:build
+        route_prefix: /
+        args: {model, prefill, decode, router, transfer, clocks, links, api, cluster}
+
+`serve deploy` takes the same file. Everything under `args` is ours and is checked to the last key; at Serve's own
+levels only the names of keys are checked. The first value that is not acceptable raises ConfigError with its path,
+the value, and what is allowed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvferry.actors.settings import (
+    ClockSettings,
+    DecodeSettings,
+    LinkSettings,
+    ModelSettings,
+    PrefillSettings,
+    RouterSettings,
+    Settings,
+    TransferSettings,
+)
+from kvferry.cluster.config_rules import check
+from kvferry.protocol.errors import ConfigError
+
+IMPORT_PATH = "kvferry.serve.deployment:build"
+
+#: Keys that Ray Serve 2.60 knows at its own levels.
+SERVE_KEYS = (
+    "proxy_location", "http_options", "grpc_options", "controller_options", "logging_config", "tracing_config",
+    "applications", "target_capacity",
+)  # fmt: skip
+HTTP_KEYS = (
+    "host", "port", "root_path", "request_timeout_s", "keep_alive_timeout_s", "ssl_keyfile", "ssl_certfile",
+    "ssl_keyfile_password", "ssl_ca_certs",
+)  # fmt: skip
+APPLICATION_KEYS = (
+    "name", "route_prefix", "import_path", "runtime_env", "host", "port", "deployments", "autoscaling_policy",
+    "args", "logging_config", "external_scaler_enabled",
+)  # fmt: skip
+
+S = TypeVar("S", bound=Settings)
+
+
+class HttpSettings(Settings, frozen=True):
+    """Where Serve's ingress listens."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+
+
+class ApiSettings(Settings, frozen=True):
+    """`default_max_tokens` bounds an answer whose request names no limit (less where the context is shorter).
+
+    `served_model_name`: the name clients use; None = `model.model`.
+    """
+
+    default_max_tokens: int = 512
+    max_body_bytes: int = 4 * 1024 * 1024
+    served_model_name: str | None = None
+
+
+class ClusterSettings(Settings, frozen=True):
+    """`slot_resource`: the custom Ray resource of which every rank takes one. `bind_host`: where links listen."""
+
+    slot_resource: str = "kvferry_slot"
+    bind_host: str = "127.0.0.1"
+
+
+class Config(Settings, frozen=True):
+    """Everything, with every default filled in."""
+
+    http: HttpSettings = HttpSettings()
+    model: ModelSettings = ModelSettings()
+    prefill: PrefillSettings = PrefillSettings()
+    decode: DecodeSettings = DecodeSettings()
+    router: RouterSettings = RouterSettings()
+    transfer: TransferSettings = TransferSettings()
+    clocks: ClockSettings = ClockSettings()
+    links: LinkSettings = LinkSettings()
+    api: ApiSettings = ApiSettings()
+    cluster: ClusterSettings = ClusterSettings()
+
+    def served_name(self) -> str:
+        return self.api.served_model_name or self.model.model
+
+    def to_bytes(self) -> bytes:
+        return msgspec.json.encode(self)
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Config:
+        """Raises msgspec.DecodeError when `data` did not come from `to_bytes`."""
+        return msgspec.json.decode(data, type=Config)
+
+
+ARGS_KEYS = tuple(name for name in Config.__struct_fields__ if name != "http")
+
+
+class _Places:
+    """Where a section's values stand in the file, for error messages."""
+
+    def __init__(self, application: int = 0) -> None:
+        self.args = f"applications[{application}].args"
+
+    def of(self, key: str) -> str:
+        """`http.port` -> `http_options.port`; `prefill.tp` -> `applications[0].args.prefill.tp`."""
+        section, _, rest = key.partition(".")
+        return f"http_options.{rest}" if section == "http" else f"{self.args}.{key}"
+
+
+def load(path: str | Path | None, overrides: Mapping[str, object] | None = None) -> Config:
+    """The configuration in the file at `path` (None: all defaults), with `overrides` such as
+    {"prefill.instances": 2, "http.port": 9000} put over it; an override of None is no override.
+
+    Raises ConfigError.
+    """
+    raw = {} if path is None else _read(Path(path))
+    places, sections = _sections(raw, str(path))
+    for key, value in (overrides or {}).items():
+        if value is not None:
+            section, _, name = key.partition(".")
+            sections.setdefault(section, {})
+            if isinstance(sections[section], dict):
+                sections[section] = {**sections[section], name: value}
+    return _build(sections, places)
+
+
+def from_args(args: Mapping[str, Any]) -> Config:
+    """The configuration that Serve hands to the application builder. Raises ConfigError."""
+    places = _Places()
+    _known_keys(args, places.args, ARGS_KEYS)
+    return _build(dict(args), places)
+
+
+def _read(path: Path) -> Any:
+    try:
+        return msgspec.yaml.decode(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(str(path), error.strerror or "unreadable", "the path of a readable YAML file") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(str(path), str(error), "a YAML file") from None
+
+
+def _sections(raw: Any, path: str) -> tuple[_Places, dict[str, Any]]:
+    """Our sections out of the file's tree; Serve's levels are checked on the way."""
+    if not raw:
+        return _Places(), {}
+    top = _mapping(raw, path)
+    _known_keys(top, "", SERVE_KEYS)
+    http = _mapping(top.get("http_options") or {}, "http_options")
+    _known_keys(http, "http_options", HTTP_KEYS)
+    own_http = {key: value for key, value in http.items() if key in HttpSettings.__struct_fields__}
+    index, application = _application(top.get("applications"))
+    places = _Places(index)
+    args = _mapping(application.get("args") or {}, places.args)
+    _known_keys(args, places.args, ARGS_KEYS)
+    return places, {**args, "http": own_http}
+
+
+def _application(applications: Any) -> tuple[int, dict[str, Any]]:
+    """The one entry of `applications` that is ours; the file may deploy others beside it."""
+    if not isinstance(applications, list):
+        raise ConfigError("applications", applications, f"a list with one entry whose import_path is {IMPORT_PATH}")
+    ours = []
+    for index, entry in enumerate(applications):
+        application = _mapping(entry, f"applications[{index}]")
+        _known_keys(application, f"applications[{index}]", APPLICATION_KEYS)
+        if application.get("import_path") == IMPORT_PATH:
+            ours.append((index, application))
+    if len(ours) != 1:
+        found = [entry.get("import_path") for entry in applications]
+        raise ConfigError("applications", found, f"exactly one entry whose import_path is {IMPORT_PATH}")
+    return ours[0]
+
+
+def _mapping(value: Any, path: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(path, value, "a mapping of keys to values")
+    return value
+
+
+def _known_keys(raw: Mapping[Any, Any], path: str, allowed: tuple[str, ...]) -> None:
+    for key in raw:
+        if key not in allowed:
+            raise _unknown_key(path, str(key), raw[key], allowed)
+
+
+def _unknown_key(path: str, key: str, value: object, allowed: tuple[str, ...]) -> ConfigError:
+    close = difflib.get_close_matches(key, allowed, 1)
+    hint = f" (did you mean {close[0]}?)" if close else ""
+    return ConfigError(f"{path}.{key}".lstrip("."), value, f"no such key{hint}; the keys here are {', '.join(allowed)}")
+
+
+def _build(sections: dict[str, Any], places: _Places) -> Config:
+    built: dict[str, Settings] = {}
+    for field in msgspec.structs.fields(Config):
+        raw = sections.get(field.name)
+        if raw is None:  # `router:` with nothing below it
+            raw = {}
+        built[field.name] = _convert(raw, field.type, places.of(field.name).rstrip("."))
+    config = Config(**built)  # type: ignore[arg-type]
+    for key, value, allowed in check(config):
+        raise ConfigError(places.of(key), value, allowed)
+    return config
+
+
+def _convert(raw: Any, struct: type[S], path: str) -> S:
+    """`raw` as `struct`. Raises ConfigError for unknown keys and wrong types, at any depth."""
+    _known_in(raw, struct, path)
+    try:
+        return msgspec.convert(raw, struct)
+    except msgspec.ValidationError as error:
+        text, _, where = str(error).partition(" - at `$")
+        steps = where.rstrip("`")
+        value = raw
+        for step in re.findall(r"\w+", steps):
+            value = value[step]
+        expected = re.search(r"Expected `([^`]+)`", text)
+        raise ConfigError(path + steps, value, _type_name(expected.group(1)) if expected else text) from None
+
+
+def _known_in(raw: Any, struct: type[msgspec.Struct], path: str) -> None:
+    if not isinstance(raw, dict):
+        return  # the conversion says so, with the type
+    _known_keys(raw, path, struct.__struct_fields__)
+    for field in msgspec.structs.fields(struct):
+        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
+            _known_in(raw.get(field.name), field.type, f"{path}.{field.name}")
+
+
+def _type_name(name: str) -> str:
+    names = {"int": "a whole number", "float": "a number", "str": "a string", "bool": "true or false"}
+    names |= {"object": "a mapping of keys to values", "str | null": "a string, or null"}
+    return names.get(name, name)

@@ -1,0 +1,156 @@
+"""What values a configuration may have: ranges of single values first, then values that contradict each other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from kvferry.cluster.config import Config
+
+#: (key, value, what is allowed)
+Complaint = tuple[str, object, str]
+
+
+class Range(msgspec.Struct, frozen=True):
+    """low <= value <= high; with `open_low`, low < value. A NaN lies in no range."""
+
+    low: float
+    high: float
+    unit: str = ""
+    open_low: bool = False
+
+    def holds(self, value: float) -> bool:
+        return (self.low < value if self.open_low else self.low <= value) and value <= self.high
+
+    def text(self) -> str:
+        low = f"above {self.low:g}" if self.open_low else f"at least {self.low:g}"
+        unit = f" {self.unit}" if self.unit else ""
+        return f"{low} and at most {int(self.high) if self.high == int(self.high) else self.high}{unit}"
+
+
+_SECONDS = Range(0, 86_400, "seconds", open_low=True)
+_POOL = Range(1, 2**24, "pages")
+
+RANGES: dict[str, Range] = {
+    "http.port": Range(0, 65_535),
+    "model.page_size": Range(1, 1024, "tokens"),
+    "prefill.instances": Range(1, 64),
+    "prefill.pool_pages": _POOL,
+    "prefill.chunk_tokens": Range(1, 65_536, "tokens"),
+    "prefill.batch_tokens": Range(1, 1_048_576, "tokens"),
+    "prefill.max_rooms": Range(1, 65_536),
+    "prefill.threads": Range(1, 1024),
+    "decode.instances": Range(1, 64),
+    "decode.pool_pages": _POOL,
+    "decode.max_running": Range(1, 4096),
+    "decode.max_rooms": Range(1, 65_536),
+    "decode.threads": Range(1, 1024),
+    "router.max_requests": Range(1, 65_536),
+    "router.journal_rooms": Range(0, 1_048_576),
+    "transfer.batch_bytes": Range(4096, 2**30, "bytes"),
+    "transfer.poll_busy_ms": Range(0, 1000, "ms"),
+    "transfer.poll_idle_ms": Range(0, 1000, "ms", open_low=True),
+    "transfer.faults.delay_ms": Range(0, 600_000, "ms"),
+    "transfer.faults.stall_after": Range(-1, 2**31 - 1, "writes (-1: never)"),
+    "clocks.prefill_wait_s": _SECONDS,
+    "clocks.transfer_wait_s": _SECONDS,
+    "clocks.admission_wait_s": _SECONDS,
+    "clocks.no_progress_s": _SECONDS,
+    "links.heartbeat_s": _SECONDS,
+    "links.silence_s": _SECONDS,
+    "links.resend_s": _SECONDS,
+    "links.window": Range(1, 2**20, "messages"),
+    "links.mailbox": Range(1, 2**20, "messages"),
+    "api.default_max_tokens": Range(1, 2**20, "tokens"),
+    "api.max_body_bytes": Range(1024, 2**30, "bytes"),
+}
+
+#: The only values of this version.
+CHOICES: dict[str, tuple[object, ...]] = {
+    "prefill.tp": (1,),
+    "decode.tp": (1,),
+    "transfer.backend": ("ucx",),
+    "model.dtype": ("float32", "bfloat16", "float16"),
+}
+
+#: Text that must look like something.
+PATTERNS: dict[str, tuple[re.Pattern[str], str]] = {
+    "http.host": (re.compile(r"\S+"), "a host name or an IP address"),
+    "model.model": (re.compile(r".*\S.*"), "the packaged model's name, a local directory, or a hub id"),
+    "cluster.slot_resource": (re.compile(r"[A-Za-z]\w*"), "the name of a Ray resource (letters, digits, _)"),
+    "cluster.bind_host": (re.compile(r"\S+"), "a host name or an IP address"),
+    "transfer.transports": (re.compile(r"\^?[a-z0-9_]+(,[a-z0-9_]+)*"), "host, tcp, or a list for UCX_TLS"),
+}
+
+
+def value_at(config: Config, key: str) -> object:
+    """`value_at(config, "transfer.faults.delay_ms")`."""
+    value: object = config
+    for step in key.split("."):
+        value = getattr(value, step)
+    return value
+
+
+def check(config: Config) -> Iterator[Complaint]:
+    """Everything that is wrong, single values first."""
+    found = list(_single(config))
+    yield from found
+    if not found:
+        for rule in CONTRADICTIONS:
+            yield from rule(config)
+
+
+def _single(config: Config) -> Iterator[Complaint]:
+    for key, allowed in RANGES.items():
+        value = value_at(config, key)
+        assert isinstance(value, int | float)
+        if not allowed.holds(value):
+            yield key, value, allowed.text()
+    for key, choices in CHOICES.items():
+        if (choice := value_at(config, key)) not in choices:
+            yield key, choice, f"{', '.join(map(str, choices))} (in this version)"
+    for key, (pattern, meaning) in PATTERNS.items():
+        if not pattern.fullmatch(str(text := value_at(config, key))):
+            yield key, text, meaning
+    if config.api.served_model_name is not None and not config.api.served_model_name.strip():
+        yield "api.served_model_name", config.api.served_model_name, "a name, or null for model.model"
+
+
+def _chunk(config: Config) -> Iterator[Complaint]:
+    chunk, page = config.prefill.chunk_tokens, config.model.page_size
+    if chunk % page:
+        yield "prefill.chunk_tokens", chunk, f"a multiple of model.page_size ({page})"
+    if chunk > config.prefill.batch_tokens:
+        yield "prefill.chunk_tokens", chunk, f"at most prefill.batch_tokens ({config.prefill.batch_tokens})"
+    if chunk > (tokens := config.prefill.pool_pages * page):
+        yield "prefill.chunk_tokens", chunk, f"at most prefill.pool_pages * model.page_size ({tokens})"
+
+
+def _running(config: Config) -> Iterator[Complaint]:
+    decode = config.decode
+    if decode.max_running > decode.max_rooms:
+        yield "decode.max_running", decode.max_running, f"at most decode.max_rooms ({decode.max_rooms})"
+    if decode.max_running > decode.pool_pages:
+        yield "decode.max_running", decode.max_running, f"at most decode.pool_pages ({decode.pool_pages})"
+
+
+def _silence(config: Config) -> Iterator[Complaint]:
+    links = config.links
+    if links.silence_s <= 2 * links.heartbeat_s:
+        allowed = f"more than twice links.heartbeat_s ({links.heartbeat_s:g})"
+        yield "links.silence_s", links.silence_s, allowed
+    if links.resend_s >= links.silence_s:
+        yield "links.resend_s", links.resend_s, f"less than links.silence_s ({links.silence_s:g})"
+
+
+def _poll(config: Config) -> Iterator[Complaint]:
+    transfer = config.transfer
+    if transfer.poll_idle_ms < transfer.poll_busy_ms:
+        yield "transfer.poll_idle_ms", transfer.poll_idle_ms, f"at least poll_busy_ms ({transfer.poll_busy_ms:g})"
+
+
+CONTRADICTIONS: tuple[Callable[[Config], Iterator[Complaint]], ...] = (_chunk, _running, _silence, _poll)

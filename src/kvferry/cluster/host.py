@@ -1,0 +1,55 @@
+"""The Ray host of one role: builds the actor in this process, runs it, passes calls on, and dies with it."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import os
+from typing import Any
+
+from kvferry.actors.actor import Actor
+from kvferry.cluster.config import Config
+from kvferry.cluster.roles import build_role
+from kvferry.protocol.messages import Address
+
+log = logging.getLogger("kvferry.host")
+
+#: Methods of the actors that may be called through Ray.
+CALLS = frozenset({"submit", "journal", "status", "roster"})
+
+
+class Host:
+    """A plain class: Ray wraps it on a separate line (see `controller`).
+
+    An actor that fails takes its process with it: Ray then starts a new one, with a new incarnation and new memory.
+    """
+
+    def __init__(self, role: str, name: str, config: bytes) -> None:
+        self._role, self._name = role, name
+        self._config = Config.from_bytes(config)
+        self._actor: asyncio.Future[Actor] = asyncio.get_running_loop().create_future()
+        self._task = asyncio.get_running_loop().create_task(self._live())
+
+    async def address(self) -> Address:
+        """Where its links are, with its incarnation; waits until the actor has been built."""
+        return (await self._built()).network.address
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """One of `CALLS` on the actor."""
+        if method not in CALLS:
+            raise ValueError(f"method is {method!r}; allowed: {', '.join(sorted(CALLS))}")
+        result = getattr(await self._built(), method)(*args)
+        return await result if inspect.isawaitable(result) else result
+
+    async def _built(self) -> Actor:
+        return await asyncio.shield(self._actor)
+
+    async def _live(self) -> None:
+        try:
+            actor = await build_role(self._role, self._name, self._config)
+            self._actor.set_result(actor)
+            await actor.run()
+        except Exception:
+            log.exception("%s: the %s actor failed; its process ends", self._name, self._role)
+            os._exit(1)

@@ -1,0 +1,118 @@
+"""From a role's name and the configuration to a running actor: the one place where production parts are put together."""
+
+from __future__ import annotations
+
+import asyncio
+import ray
+
+from kvferry.actors.actor import Actor
+from kvferry.actors.bootstrap.registry import Registry
+from kvferry.actors.decode.decode import Decode
+from kvferry.actors.ports import Network, Resolve
+from kvferry.actors.prefill.prefill import Prefill
+from kvferry.actors.router.router import Router
+from kvferry.cluster.clock import SystemClock, SystemRandom
+from kvferry.cluster.config import Config
+from kvferry.cluster.names import NAMESPACE
+from kvferry.cluster.network import open_network
+from kvferry.engine.contract import Engine
+from kvferry.engine.loader import Loaded, load
+from kvferry.engine.text import TokenizerTexts
+from kvferry.engine.torch_engine import TorchEngine
+from kvferry.protocol.messages import Address, RankInfo
+from kvferry.transfer.backends import make_endpoint
+from kvferry.transfer.contract import Endpoint, OnNotify
+
+LOOKUP_TIMEOUT_S = 5.0
+
+
+async def resolve(name: str) -> Address:
+    """A named actor's address, through its Ray handle. Raises LookupError while it can't be had."""
+    try:
+        handle = ray.get_actor(name, namespace=NAMESPACE)
+        address: Address = await asyncio.wait_for(handle.address.remote(), LOOKUP_TIMEOUT_S)
+    except (ValueError, TimeoutError, ray.exceptions.RayError) as error:
+        raise LookupError(f"{name}: {error}") from None
+    return address
+
+
+async def build_role(role: str, name: str, config: Config) -> Actor:
+    """The actor of `role`, ready to run; models are loaded and memory registered off the loop."""
+    clock, random = SystemClock(), SystemRandom()
+    network = await open_network(name, config.cluster.bind_host, config.links, clock, random)
+    mailbox = config.links.mailbox
+    if role == "registry":
+        wanted = {"prefill": config.prefill.instances, "decode": config.decode.instances}
+        return Registry(network, clock, mailbox, wanted)
+    if role == "router":
+        backend = f"{config.transfer.backend}/{config.transfer.transports}"
+        return Router(network, clock, mailbox, random, resolve, config.router, config.clocks, backend)
+    return await _leader(role, name, config, network, resolve)
+
+
+async def _leader(role: str, name: str, config: Config, network: Network, resolve: Resolve) -> Actor:
+    clock = SystemClock()
+    settings = config.prefill if role == "prefill" else config.decode
+    loaded, engine = await asyncio.to_thread(_engine, role, config, settings.pool_pages, settings.threads)
+    texts = TokenizerTexts(loaded.tokenizer, loaded.eos_token_ids)
+    inbox = _Inbox()
+    endpoint = await _endpoint(config, engine, network, inbox)
+    info = _rank_info(role, name, config, network.address, engine)
+    mailbox, clocks = config.links.mailbox, config.clocks
+    if role == "prefill":
+        return Prefill(network, clock, mailbox, resolve, engine, texts, endpoint, info, config.prefill, clocks)
+    decode = Decode(network, clock, mailbox, resolve, engine, texts, endpoint, info, config.decode, clocks)
+    inbox.deliver = decode.notified
+    return decode
+
+
+class _Inbox:
+    """Lets the endpoint be made before the actor that takes its notifications."""
+
+    deliver: OnNotify | None = None
+
+    def __call__(self, agent: str, payload: bytes) -> None:
+        if self.deliver is not None:
+            self.deliver(agent, payload)
+
+
+def _engine(role: str, config: Config, pages: int, threads: int) -> tuple[Loaded, Engine]:
+    loaded = load(config.model.model, config.model.dtype)
+    rows = config.prefill.max_rooms if role == "prefill" else config.decode.max_running
+    engine = TorchEngine(
+        loaded,
+        pages=pages,
+        page_size=config.model.page_size,
+        metadata_rows=rows,
+        threads=threads,
+        now_s=SystemClock().now_s,
+    )
+    return loaded, engine
+
+
+async def _endpoint(config: Config, engine: Engine, network: Network, inbox: OnNotify) -> Endpoint:
+    clock = SystemClock()
+    return await asyncio.to_thread(
+        make_endpoint,
+        config.transfer,
+        regions=engine.regions(),
+        incarnation=network.address.incarnation,
+        on_notify=inbox,
+        loop=asyncio.get_running_loop(),
+        now_s=clock.now_s,
+        sleep=clock.sleep,
+    )
+
+
+def _rank_info(role: str, name: str, config: Config, address: Address, engine: Engine) -> RankInfo:
+    limits = engine.limits
+    tokens = min(limits.pages * limits.page_size, limits.context_tokens)
+    return RankInfo(
+        instance=name,
+        role=role,
+        address=address,
+        layout=engine.layout,
+        pages=limits.pages,
+        max_prompt_tokens=tokens,
+        max_total_tokens=tokens,
+    )

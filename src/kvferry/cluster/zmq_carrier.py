@@ -1,0 +1,247 @@
+"""The ZMQ carrier of links: one ROUTER for those who dial us, one DEALER for each path that we dial.
+
+Plain sockets, pumped from the asyncio loop by their file descriptors. A descriptor of ZMQ is edge triggered, and a
+send may swallow its edge, so a socket is drained until it is empty, and looked at again after each send. Reconnecting
+is left to the links: a DEALER connects once, and its monitor tells when the connection is refused or breaks. A ROUTER
+names no peer when a connection breaks, so then it probes those it has sent to: a frame without bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from kvferry.actors.carrier import CarrierHandler, Path
+from kvferry.protocol.frames import MAX_FRAME_BYTES
+
+#: Frames taken from one socket before the loop gets its turn.
+DRAIN_FRAMES = 256
+HIGH_WATER_FRAMES = 4096
+#: How long a path that is given up still sends, and how long `close` waits for last words.
+LAST_WORDS_S = 0.02
+#: The probes after a broken connection: its pipe may still be there when the monitor speaks.
+PROBE_AFTER_S = (0.0, 0.005, 0.05)
+
+_BROKEN = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_BROKEN |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+
+class _Pump:
+    """Reads one plain socket from the loop and gives each message to `take`."""
+
+    def __init__(self, socket: zmq.Socket[bytes], take: Callable[[list[bytes]], None]) -> None:
+        self._socket, self._take = socket, take
+        self._loop = asyncio.get_running_loop()
+        self._fd = int(socket.getsockopt(zmq.FD))
+        self._soon = False
+        self._stopped = False
+        self._loop.add_reader(self._fd, self._drain)
+        self.look()
+
+    def look(self) -> None:
+        """Look at the socket in the loop's next turn: after a send, its edge may be gone."""
+        if not self._soon and not self._stopped:
+            self._soon = True
+            self._loop.call_soon(self._drain)
+
+    def stop(self) -> None:
+        if not self._stopped:
+            self._stopped = True
+            self._loop.remove_reader(self._fd)
+
+    def _drain(self) -> None:
+        self._soon = False
+        for _ in range(DRAIN_FRAMES):
+            if self._stopped:
+                return
+            try:
+                parts = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._take(parts)
+        self.look()
+
+
+class _Dialled:
+    """One DEALER, its monitor and their pumps."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str,
+        on_bytes: Callable[[bytes], None], on_down: Callable[[bool], None],
+    ) -> None:  # fmt: skip
+        self.socket = context.socket(zmq.DEALER)
+        _limit(self.socket)
+        self.socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        monitor = self.socket.get_monitor_socket(_BROKEN | zmq.EVENT_CONNECTED)
+        self._on_bytes, self._on_down = on_bytes, on_down
+        self._connected = False
+        self.pump = _Pump(self.socket, self._take)
+        self._monitor_pump = _Pump(monitor, self._news)
+        self.socket.connect(endpoint)
+
+    def stop(self) -> None:
+        """Read no more; the socket may still send until it is closed."""
+        self.pump.stop()
+        self._monitor_pump.stop()
+        self.socket.disable_monitor()
+
+    def _take(self, parts: list[bytes]) -> None:
+        if len(parts) == 1 and parts[0]:  # without bytes it is a probe
+            self._on_bytes(parts[0])
+
+    def _news(self, parts: list[bytes]) -> None:
+        if parse_monitor_message(parts)["event"] == zmq.EVENT_CONNECTED:
+            self._connected = True
+        else:
+            self._on_down(not self._connected)
+
+
+class ZmqCarrier:
+    """`kvferry.actors.carrier.Carrier` over tcp. `counts` tells what was dropped.
+
+    Binds `bind_host` at a random port (or `port`); `advertised_host` is what others are told, if not the same.
+    Raises zmq.ZMQError (an OSError by errno) when it can't be bound.
+    """
+
+    def __init__(self, bind_host: str, port: int = 0, advertised_host: str = "") -> None:
+        self.counts: Counter[str] = Counter()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        _limit(self._router)
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._router.setsockopt(zmq.IPV6, int(":" in bind_host))
+        try:
+            self._router.bind(f"tcp://{_bracketed(bind_host)}:{port or '*'}")
+        except zmq.ZMQError:
+            self._context.destroy(linger=0)
+            raise
+        bound_port = self._router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1]
+        self._endpoint = f"tcp://{_bracketed(advertised_host or bind_host)}:{bound_port}"
+        self._handler: CarrierHandler | None = None
+        self._pumps: list[_Pump] = []
+        self._dialled: dict[Path, _Dialled] = {}
+        self._leaving: list[_Dialled] = []
+        self._accepted: set[Path] = set()  # routing ids that we have sent to
+        self._dials = 0
+        self._closed = False
+
+    @property
+    def endpoint(self) -> str:
+        return self._endpoint
+
+    def start(self, handler: CarrierHandler) -> None:
+        self._handler = handler
+        monitor = self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._pumps = [_Pump(self._router, self._take), _Pump(monitor, self._connection_broke)]
+
+    def connect(self, endpoint: str) -> Path:
+        self._dials += 1
+        path: Path = b"\0dialled %d" % self._dials  # never a routing id: with a leading 0 those have 5 bytes
+        self._dialled[path] = _Dialled(
+            self._context, endpoint, partial(self._arrived, path), partial(self._dialled_down, path)
+        )
+        return path
+
+    def send(self, path: Path, data: bytes) -> None:
+        dialled = self._dialled.get(path)
+        if dialled is not None:
+            try:
+                dialled.socket.send(data, zmq.NOBLOCK)
+            except zmq.Again:
+                self.counts["dropped_full"] += 1
+            dialled.pump.look()
+        elif not self._closed:
+            self._accepted.add(path)
+            self._send_accepted(path, data)
+            self._look()
+
+    def disconnect(self, path: Path) -> None:
+        self._accepted.discard(path)
+        dialled = self._dialled.pop(path, None)
+        if dialled is not None:
+            dialled.stop()
+            self._leaving.append(dialled)
+            asyncio.get_running_loop().call_later(LAST_WORDS_S, self._leave, dialled)
+
+    async def close(self) -> None:
+        """Give the last words a moment, then free every socket. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for pump in self._pumps:
+            pump.stop()
+        for dialled in self._dialled.values():
+            dialled.stop()
+        await asyncio.sleep(LAST_WORDS_S)
+        if self._pumps:
+            self._router.disable_monitor()
+        self._leaving.clear()
+        self._context.destroy(linger=0)
+
+    # --- inside ---------------------------------------------------------------------------------------------
+
+    def _arrived(self, path: Path, data: bytes) -> None:
+        if self._handler is not None:
+            self._handler.on_bytes(path, data)
+
+    def _take(self, parts: list[bytes]) -> None:
+        if len(parts) != 2:
+            self.counts["malformed"] += 1
+            return
+        self._arrived(parts[0], parts[1])
+
+    def _dialled_down(self, path: Path, refused: bool) -> None:
+        if path in self._dialled:
+            self.disconnect(path)
+            if self._handler is not None:
+                self._handler.on_path_down(path, refused)
+
+    def _leave(self, dialled: _Dialled) -> None:
+        if dialled in self._leaving:  # else the context has closed it
+            self._leaving.remove(dialled)
+            dialled.socket.close(linger=0)
+
+    def _look(self) -> None:
+        if self._pumps:
+            self._pumps[0].look()
+
+    def _send_accepted(self, path: Path, data: bytes) -> None:
+        try:
+            self._router.send_multipart([path, data], zmq.NOBLOCK)
+        except zmq.Again:
+            self.counts["dropped_full"] += 1
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._accepted.discard(path)
+            asyncio.get_running_loop().call_soon(self._accepted_down, path)
+
+    def _accepted_down(self, path: Path) -> None:
+        if self._handler is not None and not self._closed:
+            self._handler.on_path_down(path, False)
+
+    def _connection_broke(self, parts: list[bytes]) -> None:
+        for delay_s in PROBE_AFTER_S:
+            asyncio.get_running_loop().call_later(delay_s, self._probe)
+
+    def _probe(self) -> None:
+        if not self._closed:
+            for path in list(self._accepted):
+                self._send_accepted(path, b"")
+            self._look()
+
+
+def _limit(socket: zmq.Socket[bytes]) -> None:
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, HIGH_WATER_FRAMES)
+    socket.setsockopt(zmq.RCVHWM, HIGH_WATER_FRAMES)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,107 @@
+"""The paged KV pool of one rank: the memory that peers write into, and the tensors the model reads.
+
+K and V of each layer are one contiguous tensor [pages, page_size, kv_heads, head_dim], so a page of one layer's K
+is one item of one region. The metadata rows of requests lie in the same arena, as the last region.
+"""
+
+from __future__ import annotations
+
+import mmap
+from math import prod
+
+import torch
+
+from kvferry.engine.rules import METADATA_ROW_BYTES
+from kvferry.protocol.errors import ConfigError
+from kvferry.transfer.contract import Region, RegionKind
+
+_ALIGN_BYTES = 4096
+
+
+class Arena:
+    """Zeroed host memory, handed out in page-aligned pieces and never given back one by one.
+
+    Private and anonymous, with huge pages asked for where the kernel has them. It lives as long as any tensor in it.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self._map = mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._used = 0
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A zeroed contiguous tensor on its own memory pages."""
+        size = prod(shape) * dtype.itemsize
+        piece = self._bytes[self._used : self._used + size]
+        self._used += aligned(size)
+        return piece.view(dtype).view(shape)
+
+
+def aligned(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
+class KVPool:
+    """`pages` usable pages (ids 0 .. pages - 1) of `page_size` tokens, and `metadata_rows` rows of 256 bytes.
+
+    `k[layer]`, `v[layer]`: [pages, page_size, kv_heads, head_dim] of `dtype`. Raises ConfigError for a size below 1.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        metadata_rows: int,
+    ) -> None:
+        for name, value in (("pages", pages), ("page_size", page_size), ("metadata_rows", metadata_rows)):
+            if value < 1:
+                raise ConfigError(f"pool.{name}", value, "at least 1")
+        self.pages, self.page_size, self.kv_heads = pages, page_size, kv_heads
+        shape = (pages, page_size, kv_heads, head_dim)
+        self.page_bytes = prod(shape[1:]) * dtype.itemsize
+        row_bytes = metadata_rows * METADATA_ROW_BYTES
+        arena = Arena(2 * layers * aligned(pages * self.page_bytes) + aligned(row_bytes))
+        self.k = [arena.take(shape, dtype) for _ in range(layers)]
+        self.v = [arena.take(shape, dtype) for _ in range(layers)]
+        self.metadata = arena.take((metadata_rows, METADATA_ROW_BYTES), torch.uint8)
+
+    def regions(self) -> tuple[Region, ...]:
+        """K and V of each layer, then the metadata rows. The memory stays where it is while the pool lives."""
+        found = []
+        for layer, pair in enumerate(zip(self.k, self.v, strict=True)):
+            for part, tensor in zip(("k", "v"), pair, strict=True):
+                found.append(
+                    Region(
+                        kind=RegionKind.PAGES,
+                        part=part,
+                        layer=layer,
+                        base=tensor.data_ptr(),
+                        item_bytes=self.page_bytes,
+                        items=self.pages,
+                        first_head=0,
+                        heads=self.kv_heads,
+                    )
+                )
+        rows = Region(
+            kind=RegionKind.ROWS,
+            part="metadata",
+            layer=-1,
+            base=self.metadata.data_ptr(),
+            item_bytes=METADATA_ROW_BYTES,
+            items=len(self.metadata),
+        )
+        return (*found, rows)
+
+    def metadata_row(self, slot: int) -> memoryview:
+        """A writable view of one row. Raises IndexError outside 0 .. metadata_rows - 1."""
+        if not 0 <= slot < len(self.metadata):
+            raise IndexError(f"metadata slot {slot}; the pool has {len(self.metadata)} rows")
+        row: memoryview = self.metadata[slot].numpy().data
+        return row

@@ -1,0 +1,167 @@
+"""An engine without a model, for simulations: real memory, and tokens that depend on every byte of it.
+
+Each fed token fills its slot in every K and V page with words that tell the token, the position, the layer and the
+part; the next token is a hash of all slots as they are *read* from the pages in the order of the block table. So KV
+that was lost, mixed up, cut short or written by a stranger changes the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.engine.contract import Drawn, EngineLimits, Sequence, StepPlan, StepResult
+from kvferry.engine.rules import METADATA_ROW_BYTES, check_plan
+from kvferry.engine.text import StoppingFactory
+from kvferry.protocol.messages import Layout, Sampling
+from kvferry.transfer.contract import Region, RegionKind
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_PARTS = ("k", "v")
+Words = NDArray[np.uint32]
+
+
+class ScriptedEngine:
+    """Implements `kvferry.engine.contract.Engine` on the caller's loop.
+
+    `sleep` is awaited once per step with `cost_s(plan)` seconds. The step writes its slots before and again after it,
+    as a forward may write up to its end: pages that were handed on too early are damaged. Cancelling a step stops it.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        limits: EngineLimits,
+        *,
+        metadata_rows: int,
+        sleep: Callable[[float], Awaitable[None]],
+        cost_s: Callable[[StepPlan], float],
+    ) -> None:
+        slot_bytes = layout.kv_heads * layout.head_dim * _DTYPE_BYTES[layout.dtype]
+        if slot_bytes % 4 or layout.page_size != limits.page_size:
+            raise ValueError(f"slots of {slot_bytes} bytes, pages of {layout.page_size} and {limits.page_size} tokens")
+        self._layout, self._limits = layout, limits
+        self._sleep, self._cost_s = sleep, cost_s
+        shape = (layout.layers, len(_PARTS), limits.pages, limits.page_size, slot_bytes // 4)
+        self._pool: Words = np.zeros(shape, dtype=np.uint32)
+        self._metadata = np.zeros((metadata_rows, METADATA_ROW_BYTES), dtype=np.uint8)
+        self._running = False
+
+    @property
+    def layout(self) -> Layout:
+        return self._layout
+
+    @property
+    def limits(self) -> EngineLimits:
+        return self._limits
+
+    @property
+    def metadata_rows(self) -> int:
+        return len(self._metadata)
+
+    def regions(self) -> tuple[Region, ...]:
+        found = [
+            Region(
+                kind=RegionKind.PAGES,
+                part=part,
+                layer=layer,
+                base=self._pool[layer, at].ctypes.data,
+                item_bytes=self._pool[layer, at, 0].nbytes,
+                items=self._limits.pages,
+                first_head=0,
+                heads=self._layout.kv_heads,
+            )
+            for layer in range(self._layout.layers)
+            for at, part in enumerate(_PARTS)
+        ]
+        base = self._metadata.ctypes.data
+        rows = Region(RegionKind.ROWS, "metadata", -1, base, METADATA_ROW_BYTES, len(self._metadata))
+        return (*found, rows)
+
+    def metadata_row(self, slot: int) -> memoryview:
+        if not 0 <= slot < len(self._metadata):
+            raise IndexError(f"metadata slot {slot}; the pool has {len(self._metadata)} rows")
+        row: memoryview = self._metadata[slot].data
+        return row
+
+    async def step(self, plan: StepPlan) -> StepResult:
+        """Raises ValueError for a plan that leaves its pages, RuntimeError while another step runs."""
+        check_plan(plan, self._limits)
+        if self._running:
+            raise RuntimeError(f"step {plan.step}: another step is running")
+        self._running = True
+        try:
+            cost_s = self._cost_s(plan)
+            self._write(plan)
+            await self._sleep(cost_s)
+            self._write(plan)
+            return StepResult(plan.step, tuple(self._draw(sequence) for sequence in plan.sequences), cost_s)
+        finally:
+            self._running = False
+
+    async def close(self) -> None:
+        """Nothing to end."""
+
+    def expected_tokens(
+        self, prompt_ids: Collection[int], count: int, sampling: Sampling | None = None
+    ) -> tuple[int, ...]:
+        """The `count` tokens that follow a prompt when no byte is lost: worked out from the ids, without any page."""
+        ids = list(prompt_ids)
+        for _ in range(count):
+            words = self._slots(ids, 0)
+            ids.append(self._next(words, sampling))
+        return tuple(ids[len(ids) - count :])
+
+    def _slots(self, token_ids: Collection[int], start: int) -> Words:
+        """What the tokens leave in the pool: [layers, parts, tokens, words per slot]. The first word is the id."""
+        layers, parts, _, _, width = self._pool.shape
+        ids = np.asarray(list(token_ids), dtype=np.uint64)[None, None, :, None]
+        positions = np.arange(start, start + len(token_ids), dtype=np.uint64)[None, None, :, None]
+        layer = np.arange(layers, dtype=np.uint64)[:, None, None, None]
+        part = np.arange(parts, dtype=np.uint64)[None, :, None, None]
+        word = np.arange(width, dtype=np.uint64)[None, None, None, :]
+        # odd multipliers, so that a change of any of the five changes the word
+        origin = positions * 0x85EBCA77 + (layer * 2 + part) * 0xC2B2AE3D
+        words: Words = (ids * 0x9E3779B1 + origin + word * 0x165667B1).astype(np.uint32)
+        words[..., 0] = ids[..., 0]
+        return words
+
+    def _places(self, sequence: Sequence, start: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        positions = np.arange(start, end)
+        pages = np.asarray(sequence.pages, dtype=np.int64)[positions // self._limits.page_size]
+        return pages, positions % self._limits.page_size
+
+    def _write(self, plan: StepPlan) -> None:
+        for sequence in plan.sequences:
+            end = sequence.start + len(sequence.token_ids)
+            pages, offsets = self._places(sequence, sequence.start, end)
+            self._pool[:, :, pages, offsets] = self._slots(sequence.token_ids, sequence.start)
+
+    def _draw(self, sequence: Sequence) -> Drawn | None:
+        if sequence.sampling is None:
+            return None
+        pages, offsets = self._places(sequence, 0, sequence.start + len(sequence.token_ids))
+        return Drawn(self._next(self._pool[:, :, pages, offsets], sequence.sampling), 1.0)
+
+    def _next(self, slots: Words, sampling: Sampling | None) -> int:
+        seed = sampling.seed if sampling is not None and sampling.temperature > 0 else 0
+        digest = blake2b(slots.tobytes(), digest_size=8, salt=(seed % 2**64).to_bytes(8, "little"))
+        return int.from_bytes(digest.digest(), "little") % self._limits.vocab_size
+
+
+class _IdDecoder:
+    def push(self, token_id: int) -> str:
+        return f"<{token_id}>"
+
+    def flush(self) -> str:
+        return ""
+
+
+class ScriptedTexts(StoppingFactory):
+    """A `TextFactory` whose text for a token is its id in angle brackets; end ids have no text."""
+
+    def __init__(self, eos_token_ids: Collection[int] = ()) -> None:
+        super().__init__(_IdDecoder, eos_token_ids)

@@ -1,0 +1,105 @@
+"""The real engine: one model and its pool, stepped on one thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from kvferry.engine.adapter import Adapter
+from kvferry.engine.batch import build
+from kvferry.engine.contract import Drawn, EngineLimits, StepPlan, StepResult
+from kvferry.engine.loader import Loaded
+from kvferry.engine.patches import apply_cpu_patches
+from kvferry.engine.rules import check_plan
+from kvferry.engine.sampler import sample
+from kvferry.protocol.messages import Layout, Sampling
+from kvferry.transfer.contract import Region
+
+
+class TorchEngine:
+    """Implements `kvferry.engine.contract.Engine`. Takes the loaded model over (patches change it in place).
+
+    Raises ConfigError for a model that it can't serve and for sizes below 1. Cancelling a `step` that runs does not
+    stop its forward: its pages are written until it, or `close`, has ended.
+    """
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        *,
+        pages: int,
+        page_size: int,
+        metadata_rows: int,
+        threads: int,
+        now_s: Callable[[], float],
+        patches: bool = True,
+    ) -> None:
+        self._now_s = now_s
+        # torch keeps the number of threads per calling thread, so it is set on the one that computes
+        self._executor = ThreadPoolExecutor(1, "engine", torch.set_num_threads, (threads,))
+        if patches:
+            apply_cpu_patches(loaded.model)
+        self._adapter = self._executor.submit(Adapter, loaded).result()
+        self._pool = self._adapter.pool(pages=pages, page_size=page_size, metadata_rows=metadata_rows)
+        self._limits = EngineLimits(
+            pages=pages,
+            page_size=page_size,
+            context_tokens=loaded.context_tokens,
+            vocab_size=self._adapter.vocab_size,
+        )
+        self._layout = Layout(
+            model=loaded.name,
+            revision=loaded.revision,
+            dtype=loaded.dtype,
+            page_size=page_size,
+            layers=self._adapter.layers,
+            kv_heads=self._adapter.kv_heads,
+            head_dim=self._adapter.head_dim,
+        )
+
+    @property
+    def layout(self) -> Layout:
+        return self._layout
+
+    @property
+    def limits(self) -> EngineLimits:
+        return self._limits
+
+    @property
+    def metadata_rows(self) -> int:
+        return len(self._pool.metadata)
+
+    def regions(self) -> tuple[Region, ...]:
+        return self._pool.regions()
+
+    def metadata_row(self, slot: int) -> memoryview:
+        return self._pool.metadata_row(slot)
+
+    async def step(self, plan: StepPlan) -> StepResult:
+        """Run one plan. Raises ValueError, before anything is written, for a plan that leaves its pages."""
+        check_plan(plan, self._limits)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._run, plan)
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        started_s = self._now_s()
+        tensors = build(plan, self._limits.page_size)
+        logits = self._adapter.forward(tensors, self._pool)
+        drawn: list[Drawn | None] = [None] * len(plan.sequences)
+        samplings: list[Sampling] = []
+        positions: list[int] = []
+        for index in tensors.wanted:
+            sequence = plan.sequences[index]
+            if sequence.sampling is not None:
+                samplings.append(sequence.sampling)
+                positions.append(sequence.start + len(sequence.token_ids))
+        if samplings:
+            for index, token in zip(tensors.wanted, sample(logits, samplings, positions), strict=True):
+                drawn[index] = token
+        return StepResult(plan.step, tuple(drawn), self._now_s() - started_s)
+
+    async def close(self) -> None:
+        """Wait for the step that runs, and end the thread. The pool's memory lives as long as this object."""
+        await asyncio.get_running_loop().run_in_executor(None, self._executor.shutdown)

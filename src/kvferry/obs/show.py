@@ -1,0 +1,111 @@
+"""How a status object and a room's journal look on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+BAR_CELLS = 40
+
+_COLOURS = {
+    "FAILED": "red",
+    "BOOTSTRAPPING": "yellow",
+    "WAITING_FOR_INPUT": "cyan",
+    "TRANSFERRING": "blue",
+    "SUCCESS": "green",
+}
+
+
+def bar(start_s: float, duration_s: float, total_s: float, cells: int = BAR_CELLS) -> str:
+    """The part [start, start + duration] of [0, total] as a line of `cells` characters; never without a mark."""
+    if total_s <= 0:
+        return "▏".ljust(cells)
+    first = min(cells - 1, int(start_s / total_s * cells))
+    last = min(cells, max(first + 1, round((start_s + duration_s) / total_s * cells)))
+    mark = "█" * (last - first) if duration_s > 0 else "▏"
+    return (" " * first + mark).ljust(cells)[:cells]
+
+
+def show_status(status: Mapping[str, Any]) -> RenderableType:
+    """One row per instance: ranks, queues, pages by state."""
+    table = Table(title="instances")
+    for name in ("id", "role", "incarnation", "ranks"):
+        table.add_column(name)
+    for name in ("total", "free", "owned", "leased", "cached", "quarantined"):
+        table.add_column(name, justify="right")
+    table.add_column("queues")
+    for instance in status["instances"]:
+        pages = instance["pages"]
+        ranks = ", ".join(f"{rank['rank']}: pid {rank['pid']}" for rank in instance["ranks"])
+        queues = ", ".join(f"{name} {length}" for name, length in instance["queues"].items())
+        cells = [instance["id"], instance["role"], instance["incarnation"], ranks]
+        cells += [pages[name] for name in ("total", "free", "owned", "leased", "cached", "quarantined")]
+        table.add_row(*map(str, cells), queues)
+    return Group(table, Text(f"rooms live {status['rooms_live']}, requests live {status['requests_live']}"))
+
+
+def show_room(journal: Mapping[str, Any]) -> RenderableType:
+    """The journal as a timeline: who, how KVPoll went, and every event with its offset from the opening."""
+    return Group(_heading(journal), _kvpoll(journal), _events(journal))
+
+
+def total_s(journal: Mapping[str, Any]) -> float:
+    """When the last thing in the journal ended, in seconds since the room was opened."""
+    ends = [step["at_s"] + (step["duration_s"] or 0.0) for step in journal["kvpoll"]]
+    return max(ends + [event["at_s"] for event in journal["events"]], default=0.0)
+
+
+def _heading(journal: Mapping[str, Any]) -> RenderableType:
+    grid = Table.grid(padding=(0, 2))
+    outcome = journal["outcome"]
+    if outcome is None:
+        end = Text("still open", style="yellow")
+    elif outcome["ok"]:
+        end = Text("ok", style="green")
+    else:
+        end = Text(str(outcome["cause"]), style="red")
+    rows: list[tuple[str, str | Text]] = [
+        ("room", str(journal["room"])),
+        ("request", f"{journal['request']}, attempt {journal['attempt']}"),
+        ("pair", f"{journal['prefill']} → {journal['decode']} over {journal['backend']}"),
+        ("prompt", f"{journal['prompt_tokens']} tokens"),
+        ("moved", f"{journal['kv_bytes']} bytes of KV, {journal['metadata_bytes']} of metadata"),
+        ("outcome", end),
+    ]
+    for name, value in rows:
+        grid.add_row(Text(name, style="bold"), value)
+    return grid
+
+
+def _kvpoll(journal: Mapping[str, Any]) -> RenderableType:
+    table = Table(title="KVPoll", title_justify="left")
+    table.add_column("at", justify="right")
+    table.add_column("state")
+    table.add_column("for", justify="right")
+    table.add_column("timeline", no_wrap=True)
+    whole_s = total_s(journal)
+    for step in journal["kvpoll"]:
+        duration_s = step["duration_s"] or 0.0
+        colour = _COLOURS.get(step["state"], "white")
+        line = Text(bar(step["at_s"], duration_s, whole_s), style=colour)
+        table.add_row(_ms(step["at_s"]), Text(step["state"], style=colour), _ms(duration_s), line)
+    return table
+
+
+def _events(journal: Mapping[str, Any]) -> RenderableType:
+    table = Table(title="events", title_justify="left")
+    table.add_column("at", justify="right")
+    for name in ("leg", "event", "detail"):
+        table.add_column(name)
+    for event in journal["events"]:
+        detail = ", ".join(f"{name} {value}" for name, value in event["detail"].items())
+        table.add_row(_ms(event["at_s"]), Text(event["leg"]), Text(event["event"]), Text(detail))
+    return table
+
+
+def _ms(duration_s: float) -> str:
+    return f"{duration_s * 1000:.1f} ms"

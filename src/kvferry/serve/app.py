@@ -1,0 +1,135 @@
+"""The Starlette application: routes, lifespan, and one shape for every error."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvferry.obs.metrics import CONTENT_TYPE
+from kvferry.protocol.errors import Cause, KVFerryError, PeerError, Unavailable
+from kvferry.serve.asgi import JSON_TYPE
+from kvferry.serve.chat import ChatEndpoint
+from kvferry.serve.errors import NotFound, error_body, retry_after_header, status_body
+from kvferry.serve.front import Front
+from kvferry.serve.gateway import missing_text
+from kvferry.serve.replies import ModelCard, ModelList
+
+#: Makes the front on the loop that will serve, and takes it down at the end.
+FrontFactory = Callable[[], AbstractAsyncContextManager[Front]]
+
+MAX_ROOM = 2**63 - 1
+
+
+def build_app(front_factory: FrontFactory) -> Starlette:
+    """The whole API. `front_factory` is entered when the server starts and left when it stops."""
+    executor = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with front_factory() as front:
+            app.state.front = front
+            try:
+                yield
+            finally:
+                executor.shutdown(wait=False, cancel_futures=True)
+
+    routes = [
+        Route("/v1/chat/completions", ChatEndpoint(executor), methods=["POST"]),
+        Route("/v1/models", list_models),
+        Route("/v1/models/{model:path}", show_model),
+        Route("/health", health),
+        Route("/ready", ready),
+        Route("/metrics", metrics),
+        Route("/rooms/{room}", room_journal),
+        Route("/status", status),
+    ]
+    handlers = {KVFerryError: on_error, HTTPException: on_http_error, Exception: on_exception}
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)  # type: ignore[arg-type]
+
+
+def _json(body: Any, status_code: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(body), status_code, headers, JSON_TYPE)
+
+
+def _front(request: Request) -> Front:
+    front: Front = request.app.state.front
+    return front
+
+
+async def list_models(request: Request) -> Response:
+    return _json(ModelList((_card(_front(request)),)))
+
+
+async def show_model(request: Request) -> Response:
+    card = _card(_front(request))
+    if request.path_params["model"] != card.id:
+        raise NotFound(f"model {request.path_params['model'][:100]!r} is not served here; served: {card.id!r}", "model")
+    return _json(card)
+
+
+def _card(front: Front) -> ModelCard:
+    return ModelCard(front.info.model, front.info.created)
+
+
+async def health(_: Request) -> Response:
+    """This process answers; says nothing about the instances."""
+    return _json({"status": "ok"})
+
+
+async def ready(request: Request) -> Response:
+    """200 when every role is complete in the registry, else 503 with what is missing."""
+    roster = await _front(request).backend.roster()
+    if roster.ready:
+        return _json({"ready": True, "missing": []})
+    error = Unavailable(Cause("unavailable", f"not ready: {missing_text(roster)}", leg="front"))
+    body = {"ready": False, "missing": roster.missing, "error": error_body(error).error}
+    return _json(body, error.http_status, retry_after_header(error))
+
+
+async def metrics(request: Request) -> Response:
+    """Prometheus text; the front's own metrics are there even when the cluster can't be asked."""
+    front = _front(request)
+    try:
+        state = await front.backend.status()
+    except PeerError:
+        state = None  # shown as kvferry_status_up 0
+    return Response(front.metrics.render(state), media_type=CONTENT_TYPE)
+
+
+async def room_journal(request: Request) -> Response:
+    text: str = request.path_params["room"]
+    known = text.isascii() and text.isdigit() and len(text) <= 19 and 0 < int(text) <= MAX_ROOM
+    journal = await _front(request).backend.room(int(text)) if known else None
+    if journal is None:
+        raise NotFound(f"room {text[:40]!r} is not known: its id is wrong, or its journal was dropped", "room")
+    return _json(journal)
+
+
+async def status(request: Request) -> Response:
+    return _json(await _front(request).backend.status())
+
+
+# --- Errors ----------------------------------------------------------------------------------------------------
+
+
+async def on_error(_: Request, error: KVFerryError) -> Response:
+    return _json(error_body(error), error.http_status, retry_after_header(error))
+
+
+async def on_http_error(request: Request, error: HTTPException) -> Response:
+    detail = f"{request.method} {request.url.path[:200]}: {error.detail}"
+    return _json(status_body(error.status_code, detail), error.status_code, error.headers)
+
+
+async def on_exception(_: Request, __: Exception) -> Response:
+    """The framework logs the exception after this answer."""
+    return _json(error_body(KVFerryError()), 500)

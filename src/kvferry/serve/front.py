@@ -1,0 +1,203 @@
+"""The front: opens attempts, owns the token links, and is the only truth about what a client has.
+
+A request ends when its last token has come, when its room or the decode that streams it is lost, or when its
+client leaves. Losing prefill ends nothing here: the room decides what that means.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from kvferry.actors.ports import Clock, LostReason, Network, Random
+from kvferry.obs.metrics import FrontMetrics
+from kvferry.protocol.errors import Cause, PeerError
+from kvferry.protocol.messages import Address, Message, RequestSpec, Sampling, Stop, Token, TokenBatch
+from kvferry.protocol.outcome import Outcome
+from kvferry.serve.gateway import Backend, ChatEncoder, FrontInfo, LimitsCache
+from kvferry.serve.live import LiveRequest
+from kvferry.serve.stream import Verdict
+
+#: Losses that are remembered. One is of interest only to requests that were opened before it.
+REMEMBERED_LOSSES = 4096
+
+logger = logging.getLogger("kvferry.front")
+
+
+class Front:
+    """A LinkHandler. All methods are called on one loop; the caller starts and closes it."""
+
+    def __init__(
+        self,
+        network: Network,
+        backend: Backend,
+        encoder: ChatEncoder,
+        clock: Clock,
+        random: Random,
+        info: FrontInfo,
+        metrics: FrontMetrics,
+    ) -> None:
+        self.backend, self.encoder, self.clock, self.info, self.metrics = backend, encoder, clock, info, metrics
+        self.random = random
+        self.limits = LimitsCache(backend, clock)
+        self._network = network
+        self._requests: dict[int, LiveRequest] = {}
+        self._lost: dict[int, int] = {}  # incarnation -> serial of its last loss
+        self._serial = 0
+
+    async def start(self) -> None:
+        await self._network.start(self)
+
+    async def close(self) -> None:
+        """Fail what is live, abort its rooms, close the links."""
+        pending = [live.submission for live in self._requests.values() if live.submission is not None]
+        for live in list(self._requests.values()):
+            self._fail(live, Cause("unavailable", "the server is shutting down", leg="front"))
+        await asyncio.gather(*pending, return_exceptions=True)
+        await self._network.close()
+
+    # --- A request's life ----------------------------------------------------------------------------------
+
+    def open(self, prompt_ids: tuple[int, ...], sampling: Sampling) -> LiveRequest:
+        """Open a request and its first attempt. The caller must `close` it with `close_request`."""
+        request = self.random.bits(63)
+        while request == 0 or request in self._requests:
+            request = self.random.bits(63)
+        self._serial += 1
+        spec = RequestSpec(request, prompt_ids, sampling, self._network.address)
+        live = LiveRequest(spec, self.clock.now_s(), self._serial)
+        self._requests[request] = live
+        self.metrics.live.inc()
+        live.submission = asyncio.ensure_future(self.backend.submit(spec, live.attempt))
+        live.submission.add_done_callback(lambda task: self._submission_ended(live, task))
+        return live
+
+    def close_request(self, live: LiveRequest) -> None:
+        """The client needs nothing more: a request that is not over is aborted. Safe to call twice."""
+        if not live.closed:
+            live.closed = True
+            self.metrics.live.dec()
+            if not live.stream.over:
+                live.stream.fail(Cause("cancelled", "the client has gone", leg="front"))
+                self._abandon(live)
+        self._forget(live)
+
+    def _submission_ended(self, live: LiveRequest, task: asyncio.Future[Outcome]) -> None:
+        if task.cancelled():
+            # Ours (then the stream is over), or the loop is being torn down.
+            self._fail(live, Cause("handoff_failed", "the attempt was cancelled", leg="router"))
+        elif (error := task.exception()) is not None:
+            self._router_failed(live, error)
+        else:
+            self._outcome_came(live, task.result())
+        self._forget(live)
+
+    def _outcome_came(self, live: LiveRequest, outcome: Outcome) -> None:
+        live.outcome_came(outcome)
+        if live.stream.over:
+            return
+        if not outcome.ok:
+            cause = outcome.cause or Cause("handoff_failed", "the room failed without a cause", room=outcome.room)
+            live.retry_after_s = outcome.retry_after_s
+            self._fail(live, cause)
+        elif outcome.decode is not None and self._was_lost(live, outcome.decode):
+            self._decode_lost(live, outcome.decode, "was lost before the handoff's outcome came")
+
+    def _router_failed(self, live: LiveRequest, error: BaseException) -> None:
+        """A lost router takes its rooms along, but a request that decode streams needs neither."""
+        if live.stream.over or live.decode is not None:
+            return
+        if isinstance(error, PeerError):
+            live.retry_after_s = getattr(error, "retry_after_s", 0.0)
+            self._fail(live, error.cause)
+            return
+        logger.error("submit failed for request %d", live.spec.request, exc_info=error)
+        self._fail(live, Cause("handoff_failed", f"{type(error).__name__}: {error}", leg="router"))
+
+    def _fail(self, live: LiveRequest, cause: Cause) -> None:
+        if live.stream.fail(cause):
+            self._abandon(live)
+            live.wake()
+        self._forget(live)
+
+    def _abandon(self, live: LiveRequest) -> None:
+        """Abort the room if it still runs, and tell every leader that we know of to stop."""
+        if live.submission is not None:
+            live.submission.cancel()
+        for incarnation in live.leaders:
+            self._network.send(incarnation, Stop(live.spec.request, live.attempt, live.room))
+
+    def _forget(self, live: LiveRequest) -> None:
+        """Drop the record when nobody needs it. A finished one stays until its room has ended, so that decode's
+        repeat of the last token is taken for what it is."""
+        if live.closed and (live.submission is None or live.submission.done()):
+            self._requests.pop(live.spec.request, None)
+
+    # --- Links ---------------------------------------------------------------------------------------------
+
+    def on_link_up(self, peer: Address) -> None:
+        """Leaders dial us; `on_link_lost` is what matters."""
+
+    def on_message(self, peer: Address, message: Message) -> bool:
+        """Takes TokenBatch; anything else is not for a front, and is counted. Never full: what a request may
+        hold is bounded by its max_tokens."""
+        if isinstance(message, TokenBatch):
+            self._batch_came(peer, message)
+        else:
+            self.metrics.tokens_dropped.labels("not_a_batch").inc()
+        return True
+
+    def on_link_lost(self, peer: Address, reason: LostReason) -> None:
+        self._peer_lost(peer, f"is lost: link {reason.value}")
+
+    def on_exited(self, peer: Address) -> None:
+        self._peer_lost(peer, "is lost: its process has ended")
+
+    def _batch_came(self, peer: Address, batch: TokenBatch) -> None:
+        unwanted: set[tuple[int, int, int]] = set()
+        for token in batch.tokens:
+            live = self._requests.get(token.request)
+            verdict = self._offer(live, peer, batch.leg, token) if live is not None else Verdict.STALE
+            if verdict in (Verdict.STALE, Verdict.BEYOND):
+                unwanted.add((token.request, token.attempt, token.room))
+            if verdict not in (Verdict.TAKEN, Verdict.HELD):
+                reason = "unknown_request" if live is None else verdict.value
+                self.metrics.tokens_dropped.labels(reason).inc()
+        for request, attempt, room in sorted(unwanted):
+            self._network.send(peer.incarnation, Stop(request, attempt, room))
+
+    def _offer(self, live: LiveRequest, peer: Address, leg: str, token: Token) -> Verdict:
+        verdict = live.stream.offer(token)
+        if verdict is not Verdict.STALE:
+            live.sender_seen(peer, leg, token.room)
+        if verdict is Verdict.TAKEN:
+            live.wake()
+        return verdict
+
+    def _peer_lost(self, peer: Address, what: str) -> None:
+        self._serial += 1
+        self._lost.pop(peer.incarnation, None)
+        self._lost[peer.incarnation] = self._serial
+        if len(self._lost) > REMEMBERED_LOSSES:
+            del self._lost[next(iter(self._lost))]
+        for live in list(self._requests.values()):
+            if live.decode is not None and live.decode.incarnation == peer.incarnation:
+                self._decode_lost(live, peer, what)
+
+    def _was_lost(self, live: LiveRequest, peer: Address) -> bool:
+        """Has `peer` been lost since the request was opened, or not come back since?
+
+        A leader answers `Opened` only over an open link to us, so a decode that an outcome names was linked; if
+        that link broke meanwhile, decode dropped the request, even if the link is up again by now.
+        """
+        serial = self._lost.get(peer.incarnation)
+        return serial is not None and (serial > live.serial or not self._network.is_up(peer.incarnation))
+
+    def _decode_lost(self, live: LiveRequest, peer: Address, what: str) -> None:
+        elapsed_s = self.clock.now_s() - live.opened_s
+        message = f"decode instance {peer.name} {what}"
+        cause = Cause(
+            "peer_lost", message, leg="decode", peer=peer.name, room=live.room,
+            state=f"{live.stream.next_index} tokens sent", elapsed_s=elapsed_s,
+        )  # fmt: skip
+        self._fail(live, cause)

@@ -1,0 +1,95 @@
+"""What the front asks of the rest of the system, and what it must know about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from kvferry.actors.ports import Clock
+from kvferry.protocol.errors import Cause, Unavailable
+from kvferry.protocol.messages import RequestSpec, Roster
+from kvferry.protocol.outcome import Outcome
+
+
+class Backend(Protocol):
+    """The slow path to the routers and the registry (Ray in production).
+
+    * `submit` opens an attempt at a router. The call itself is the attempt's handle: it resolves to the room's
+      outcome, and cancelling it aborts the room. A lost router raises a PeerError.
+    * `roster` is the registry's present roster.
+    * `status` is the object that `kvferry status --json` prints.
+    * `room` is the journal of a room, or None when no router knows the id.
+    """
+
+    async def submit(self, spec: RequestSpec, attempt: int) -> Outcome: ...
+    async def roster(self) -> Roster: ...
+    async def status(self) -> dict[str, Any]: ...
+    async def room(self, room: int) -> dict[str, Any] | None: ...
+
+
+class ChatEncoder(Protocol):
+    """Renders a conversation ({"role", "content"} each) through the model's chat template and tokenises it.
+
+    Called on one worker thread, never concurrently. Raises ValueError when the template refuses the messages.
+    """
+
+    def __call__(self, messages: Sequence[dict[str, str]]) -> Sequence[int]: ...
+
+
+class FrontInfo(msgspec.Struct, frozen=True):
+    """What the API says about itself, and its own limits. `created` is in seconds since 1970."""
+
+    model: str
+    created: int = 0
+    default_max_tokens: int = 512
+    max_body_bytes: int = 4 * 1024 * 1024
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """`prompt_tokens`: what every prefill instance can compute; `total_tokens`: what every decode instance can hold."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+def limits_of(roster: Roster) -> Limits:
+    """The limits that hold at every registered rank, so that they hold for whatever pair the router picks.
+
+    Raises Unavailable when a role has no rank.
+    """
+    prompts = [rank.max_prompt_tokens for rank in roster.ranks if rank.role == "prefill"]
+    totals = [rank.max_total_tokens for rank in roster.ranks if rank.role == "decode"]
+    if not prompts or not totals:
+        raise Unavailable(Cause("unavailable", f"not ready: {missing_text(roster)}", leg="front"))
+    return Limits(min(prompts), min(totals))
+
+
+def missing_text(roster: Roster) -> str:
+    return "; ".join(roster.missing) or "a role has no registered instance"
+
+
+class LimitsCache:
+    """Limits change only when instances come and go: asking the registry once a second is enough.
+
+    Across a restart the last known limits stay in use; the router says whether a request can be served now.
+    """
+
+    def __init__(self, backend: Backend, clock: Clock, fresh_s: float = 1.0) -> None:
+        self._backend, self._clock, self._fresh_s = backend, clock, fresh_s
+        self._limits: Limits | None = None
+        self._asked_s = 0.0
+
+    async def get(self) -> Limits:
+        """Raises Unavailable when no limits were ever known, or what the registry's call raises."""
+        now_s = self._clock.now_s()
+        if self._limits is not None and now_s - self._asked_s < self._fresh_s:
+            return self._limits
+        try:
+            self._limits = limits_of(await self._backend.roster())
+        except Unavailable:
+            if self._limits is None:
+                raise
+        self._asked_s = now_s
+        return self._limits

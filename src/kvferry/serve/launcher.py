@@ -1,0 +1,119 @@
+"""`kvferry serve`: a Ray cluster on this machine with everything on it, until Ctrl-C."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import msgspec
+import ray
+from ray import serve as ray_serve
+from rich.console import Console
+
+from kvferry.cluster.config import Config
+from kvferry.cluster.names import instance_names
+from kvferry.serve.deployment import build
+
+APPLICATION = "kvferry"
+POLL_S = 0.5
+
+console = Console(stderr=True)
+
+
+def serve(config: Config) -> None:
+    """Start, print where it is, wait for SIGINT or SIGTERM, stop. Leaves no process and no port behind."""
+    stop = threading.Event()
+    signal.signal(signal.SIGINT, lambda *_: stop.set())
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    with local_cluster(config):
+        if _wait_ready(config, stop):
+            _say_hello(config)
+            stop.wait()
+        console.print("[dim]stopping …[/dim]")
+
+
+@contextmanager
+def local_cluster(config: Config, quiet: bool = True) -> Iterator[str]:
+    """A Ray cluster of this machine with the application deployed on it; yields the base URL. Used by tests too."""
+    _quiet() if quiet else None
+    slots = len(instance_names(config))
+    # The dashboard would bind one more port, and nothing here needs it.
+    ray.init(
+        address="local",
+        num_cpus=max(2, os.cpu_count() or 2),
+        resources={config.cluster.slot_resource: slots},
+        include_dashboard=False,
+        log_to_driver=not quiet,
+        logging_level=logging.ERROR,
+        configure_logging=True,
+    )
+    try:
+        http_options: Any = {"host": config.http.host, "port": config.http.port, "location": "HeadOnly"}
+        ray_serve.start(http_options=http_options)
+        args = msgspec.to_builtins(config)
+        args.pop("http")
+        ray_serve.run(build(args), name=APPLICATION, route_prefix="/", blocking=False, _local_testing_mode=False)
+        yield base_url(config)
+    finally:
+        # A second Ctrl-C while this runs must not leave half of it behind.
+        previous = [signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)]
+        ray_serve.shutdown()
+        ray.shutdown()
+        for number, handler in zip((signal.SIGINT, signal.SIGTERM), previous, strict=True):
+            signal.signal(number, handler)
+
+
+def base_url(config: Config) -> str:
+    host = "127.0.0.1" if config.http.host == "0.0.0.0" else config.http.host
+    return f"http://{host}:{config.http.port}"
+
+
+def _wait_ready(config: Config, stop: threading.Event) -> bool:
+    """Poll `/ready`, showing what is still missing. False when asked to stop meanwhile."""
+    url = base_url(config)
+    with httpx.Client(timeout=5.0) as client, console.status("starting") as spinner:
+        while not stop.wait(POLL_S):
+            try:
+                answer = client.get(f"{url}/ready")
+            except httpx.HTTPError as error:
+                spinner.update(f"waiting for {url}: {type(error).__name__}")
+                continue
+            if answer.status_code == 200:
+                return True
+            spinner.update(f"loading the model and registering: {_missing(answer)}")
+    return False
+
+
+def _missing(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json().get("missing") or answer.json()["error"]["message"])
+    except (ValueError, KeyError, AttributeError):
+        return f"HTTP {answer.status_code}"
+
+
+def _say_hello(config: Config) -> None:
+    url = base_url(config)
+    pairs = f"{config.prefill.instances} prefill + {config.decode.instances} decode"
+    console.print(f"[bold green]KVFerry serves {config.served_name()} at {url}/v1[/bold green] ({pairs}); Ctrl-C stops it")
+    body = (
+        f'{{"model": "{config.served_name()}", "temperature": 0, '
+        '"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
+    )
+    print(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'", flush=True)
+
+
+def _quiet() -> None:
+    """Ray and Serve narrate their start at length; errors still show."""
+    warnings.filterwarnings("ignore", module=r"ray\..*")
+    os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    sys.stdout.flush()

@@ -1,0 +1,73 @@
+"""One client request while the front holds it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from kvferry.protocol.errors import Cause, KVFerryError, Overloaded, error_from
+from kvferry.protocol.messages import Address, RequestSpec, Token
+from kvferry.protocol.outcome import Outcome
+from kvferry.serve.stream import RequestStream
+
+
+class LiveRequest:
+    """The stream, who is known to work on it, and the waiter.
+
+    `leaders` are the incarnations that must hear a Stop; `decode` is whose loss ends the request: known from the
+    outcome, or from its first batch (decode sends nothing before it has committed). `serial` orders the opening
+    against losses of peers.
+    """
+
+    def __init__(self, spec: RequestSpec, opened_s: float, serial: int) -> None:
+        self.spec, self.opened_s, self.serial = spec, opened_s, serial
+        self.stream = RequestStream(spec.sampling.max_tokens)
+        self.submission: asyncio.Future[Outcome] | None = None
+        self.room = 0
+        self.leaders: dict[int, Address] = {}
+        self.decode: Address | None = None
+        self.retry_after_s = 0.0
+        self.closed = False
+        self._news = asyncio.Event()
+
+    @property
+    def attempt(self) -> int:
+        return self.stream.attempt
+
+    def wake(self) -> None:
+        self._news.set()
+
+    def sender_seen(self, peer: Address, leg: str, room: int) -> None:
+        self.room = room
+        self.leaders.setdefault(peer.incarnation, peer)
+        if leg == "decode":
+            self.decode = peer
+
+    def outcome_came(self, outcome: Outcome) -> None:
+        self.room = outcome.room or self.room
+        for leader in (outcome.prefill, outcome.decode):
+            if leader is not None:
+                self.leaders.setdefault(leader.incarnation, leader)
+        if outcome.ok and outcome.decode is not None:
+            self.decode = outcome.decode
+
+    async def take(self) -> list[Token]:
+        """The next tokens in order, at least one; the last one carries a finish_reason.
+
+        Raises the KVFerryError of the failure once everything before it has been taken. Must not be called again
+        after the last token.
+        """
+        while True:
+            if tokens := self.stream.drain():
+                return tokens
+            if self.stream.cause is not None:
+                raise self._error(self.stream.cause)
+            if self.stream.over:
+                raise ValueError("all tokens of this request have been taken")
+            self._news.clear()
+            await self._news.wait()
+
+    def _error(self, cause: Cause) -> KVFerryError:
+        error = error_from(cause)
+        if isinstance(error, Overloaded) and self.retry_after_s > 0:
+            return Overloaded(cause, self.retry_after_s)
+        return error

@@ -1,0 +1,63 @@
+"""`kvferry ask --unified`: both roles in this process, no Ray, the answer in the terminal."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from kvferry.actors.unified.unified import Unified
+from kvferry.cluster.clock import SystemClock, SystemRandom
+from kvferry.cluster.config import Config
+from kvferry.engine.loader import load
+from kvferry.engine.text import TokenizerTexts
+from kvferry.engine.tokenizer import ChatTokenizer
+from kvferry.engine.torch_engine import TorchEngine
+from kvferry.protocol.messages import Address, RequestSpec
+from kvferry.serve.gateway import Limits
+from kvferry.serve.prepare import fit_tokens, sampling_of
+from kvferry.serve.schemas import ChatRequest
+
+NOBODY = Address("here", "", 0, "", 0)
+
+
+def ask(config: Config, chat: ChatRequest, show: Callable[[str], None]) -> dict[str, Any]:
+    """Answer one chat request; `show` gets the text as it comes. Raises RequestError, ConfigError."""
+    return asyncio.run(_ask(config, chat, show))
+
+
+async def _ask(config: Config, chat: ChatRequest, show: Callable[[str], None]) -> dict[str, Any]:
+    loaded = load(config.model.model, config.model.dtype)
+    engine = TorchEngine(
+        loaded,
+        pages=config.decode.pool_pages,
+        page_size=config.model.page_size,
+        metadata_rows=1,
+        threads=config.prefill.threads + config.decode.threads,
+        now_s=SystemClock().now_s,
+    )
+    texts = TokenizerTexts(loaded.tokenizer, loaded.eos_token_ids)
+    unified = Unified(engine, texts, config.prefill.chunk_tokens, config.prefill.batch_tokens)
+    running = asyncio.get_running_loop().create_task(unified.run())
+    try:
+        return await _answer(config, chat, show, unified, ChatTokenizer(loaded.tokenizer))
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def _answer(
+    config: Config, chat: ChatRequest, show: Callable[[str], None], unified: Unified, tokenizer: ChatTokenizer
+) -> dict[str, Any]:
+    prompt = tokenizer.render([{"role": message.role, "content": message.text()} for message in chat.messages])
+    limits = unified.engine.limits
+    tokens = min(limits.pages * limits.page_size, limits.context_tokens)
+    max_tokens = fit_tokens(chat, len(prompt), Limits(tokens, tokens), config.api.default_max_tokens)
+    spec = RequestSpec(1, prompt, sampling_of(chat, max_tokens, SystemRandom()), NOBODY)
+    parts, finish_reason, count = [], "", 0
+    async for token in unified.generate(spec):
+        show(token.text)
+        parts.append(token.text)
+        finish_reason, count = token.finish_reason, count + 1
+    usage = {"prompt_tokens": len(prompt), "completion_tokens": count, "total_tokens": len(prompt) + count}
+    return {"model": config.served_name(), "text": "".join(parts), "finish_reason": finish_reason, "usage": usage}

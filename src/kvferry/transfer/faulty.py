@@ -1,0 +1,188 @@
+"""The `faulty` decorator: any endpoint, with writes that come late or never. For fault runs and tests.
+
+A delayed wire is a serial resource: writes to one peer are passed on in order, and the delay of each starts when
+it is issued or when the one before it was passed on, whichever is later. Notifications keep their place in that
+order and have no delay of their own. A write that is cancelled during its delay ends at once, but the wire stays
+taken until the delay is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from kvferry.transfer.contract import (
+    Descriptor,
+    Endpoint,
+    Peer,
+    Proofs,
+    Spans,
+    TransferError,
+    WriteHandle,
+    WriteOutcome,
+    WriteResult,
+)
+from kvferry.transfer.lane import Lane
+from kvferry.transfer.spans import check_spans
+
+
+class HeldWrite:
+    """A write that may not have been passed on yet; `inner` is the real one once it has."""
+
+    def __init__(self, spans: Spans, on_end: Callable[[WriteResult], None], stalls: bool) -> None:
+        self.spans = spans
+        self.stalls = stalls
+        self.cancelled = False
+        self.released = asyncio.Event()
+        self.inner: WriteHandle | None = None
+        self.ending = False
+        self._result: WriteResult | None = None
+        self._on_end = on_end
+
+    @property
+    def result(self) -> WriteResult | None:
+        return self._result
+
+    def end(self, result: WriteResult) -> None:
+        self._result = result
+        self._on_end(result)
+
+
+class FaultyEndpoint:
+    """`Endpoint` around another one.
+
+    Each write is held for `delay_s`. After `stall_after` writes (-1: never) one stalls before it is posted, until
+    `release_stalled`. Cancelling a stalled write ends it at once, or with `cancel_ends=False` only when it is
+    released: the writer that never answers.
+    """
+
+    def __init__(
+        self,
+        inner: Endpoint,
+        *,
+        delay_s: float,
+        stall_after: int,
+        sleep: Callable[[float], Awaitable[None]],
+        loop: asyncio.AbstractEventLoop,
+        cancel_ends: bool = True,
+    ) -> None:
+        self._inner = inner
+        self._delay_s = delay_s
+        self._stall_after = stall_after
+        self._sleep = sleep
+        self._loop = loop
+        self._cancel_ends = cancel_ends
+        self._issued = 0
+        self._lanes: dict[Peer, Lane[HeldWrite | bytes]] = {}
+        self._closed = False
+
+    @property
+    def backend(self) -> str:
+        return self._inner.backend
+
+    @property
+    def proofs(self) -> Proofs:
+        return self._inner.proofs
+
+    @property
+    def stalled(self) -> int:
+        """Writes that wait for `release_stalled`, or will when their delay is over."""
+        return len(self._stalled())
+
+    def descriptor(self) -> Descriptor:
+        return self._inner.descriptor()
+
+    async def connect(self, descriptor: Descriptor) -> Peer:
+        return await self._inner.connect(descriptor)
+
+    def write(self, peer: Peer, spans: Spans, on_end: Callable[[WriteResult], None]) -> WriteHandle:
+        self._check_open()
+        check_spans(spans, self._inner.descriptor().regions, peer.descriptor.regions)
+        held = HeldWrite(spans, on_end, stalls=self._issued == self._stall_after)
+        self._issued += 1
+        self._lane(peer).put(held)
+        return held
+
+    def notify(self, peer: Peer, payload: bytes) -> None:
+        self._check_open()
+        self._lane(peer).put(payload)
+
+    def cancel(self, handle: WriteHandle) -> None:
+        if not isinstance(handle, HeldWrite):
+            raise TransferError(f"{self.descriptor().agent}: {handle!r} is not a write of this endpoint")
+        handle.cancelled = True
+        if handle.inner is not None:
+            self._inner.cancel(handle.inner)
+        elif self._cancel_ends or not handle.stalls:
+            self._end(handle, WriteOutcome.CANCELLED)
+
+    def expect(self, change: int) -> None:
+        self._inner.expect(change)
+
+    def release_stalled(self) -> None:
+        """What stalls goes on: posted, or ended if it has been cancelled."""
+        for held in self._stalled():
+            held.stalls = False
+            held.released.set()
+
+    async def disconnect(self, peer: Peer) -> None:
+        self._check_open()
+        self._drop(peer, "disconnected")
+        await self._inner.disconnect(peer)
+
+    async def close(self) -> None:
+        self._closed = True
+        for peer in list(self._lanes):
+            self._drop(peer, "the endpoint is closed")
+        await self._inner.close()
+        await asyncio.sleep(0)  # `on_end` of what just ended, before this returns
+
+    def _lane(self, peer: Peer) -> Lane[HeldWrite | bytes]:
+        if peer not in self._lanes:
+
+            async def pass_on(work: HeldWrite | bytes) -> None:
+                await self._pass_on(peer, work)
+
+            self._lanes[peer] = Lane(self._loop, pass_on)
+        return self._lanes[peer]
+
+    async def _pass_on(self, peer: Peer, work: HeldWrite | bytes) -> None:
+        if isinstance(work, bytes):
+            self._inner.notify(peer, work)
+            return
+        if work.ending:
+            return
+        if self._delay_s > 0:
+            await self._sleep(self._delay_s)
+        if work.stalls and not work.ending:
+            await work.released.wait()
+        if work.cancelled:
+            self._end(work, WriteOutcome.CANCELLED)
+        if work.ending:
+            return
+        try:
+            work.inner = self._inner.write(peer, work.spans, work.end)
+        except TransferError as error:
+            self._end(work, WriteOutcome.BROKEN, str(error))
+
+    def _stalled(self) -> list[HeldWrite]:
+        held = [work for lane in self._lanes.values() for work in lane.items if isinstance(work, HeldWrite)]
+        return [work for work in held if work.stalls and not work.ending]
+
+    def _drop(self, peer: Peer, why: str) -> None:
+        lane = self._lanes.pop(peer, None)
+        for work in lane.close() if lane is not None else ():
+            if isinstance(work, HeldWrite) and work.inner is None:
+                self._end(work, WriteOutcome.BROKEN, why)
+
+    def _end(self, held: HeldWrite, outcome: WriteOutcome, error: str = "") -> None:
+        """End a write of which nothing was posted."""
+        if held.ending:
+            return
+        held.ending = True
+        held.released.set()
+        self._loop.call_soon(held.end, WriteResult(outcome, 0, 0.0, error))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransferError(f"{self.descriptor().agent}: the endpoint is closed")

@@ -1,0 +1,107 @@
+"""Span tables: making them, checking them, cutting them into bounded batches. Pure numpy, no loops over pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from kvferry.transfer.contract import SPAN_DTYPE, Region, Spans, TransferError
+
+_LARGEST = np.iinfo(np.int64).max
+
+
+def make_spans(
+    source_region: ArrayLike,
+    target_region: ArrayLike,
+    source_offset: ArrayLike,
+    target_offset: ArrayLike,
+    length: ArrayLike,
+) -> Spans:
+    """A span table from its columns (each int, broadcast against `length`, whose size is the number of rows)."""
+    lengths = np.asarray(length, dtype=np.int64).reshape(-1)
+    spans = np.empty(lengths.size, dtype=SPAN_DTYPE)
+    spans["source_region"] = source_region
+    spans["target_region"] = target_region
+    spans["source_offset"] = source_offset
+    spans["target_offset"] = target_offset
+    spans["length"] = lengths
+    return spans
+
+
+def no_spans() -> Spans:
+    return np.empty(0, dtype=SPAN_DTYPE)
+
+
+def total_bytes(spans: Spans) -> int:
+    return int(spans["length"].sum()) if len(spans) else 0
+
+
+def check_spans(spans: Spans, source: Sequence[Region], target: Sequence[Region]) -> None:
+    """Raises TransferError naming the first span that lies outside a region of either side."""
+    if spans.dtype != SPAN_DTYPE or spans.ndim != 1:
+        raise TransferError(f"spans have dtype {spans.dtype} and {spans.ndim} axes; wanted SPAN_DTYPE, one axis")
+    bad = np.flatnonzero(spans["length"] <= 0)
+    if bad.size:
+        raise TransferError(f"span {bad[0]}: length {spans['length'][bad[0]]} bytes; the least is 1")
+    for side, regions in (("source", source), ("target", target)):
+        index, offset = spans[f"{side}_region"], spans[f"{side}_offset"]
+        bad = np.flatnonzero((index < 0) | (index >= len(regions)))
+        if bad.size:
+            raise TransferError(f"span {bad[0]}: {side} region {index[bad[0]]}; there are {len(regions)}")
+        size = region_bytes(regions)[index]
+        # `offset > size - length` and not `offset + length > size`: the sum could overflow.
+        bad = np.flatnonzero((offset < 0) | (offset > size - spans["length"]))
+        if bad.size:
+            at = bad[0]
+            raise TransferError(
+                f"span {at}: {side} region {index[at]} has {size[at]} bytes; "
+                f"offset {offset[at]} with length {spans['length'][at]} lies outside"
+            )
+
+
+def region_bytes(regions: Sequence[Region]) -> NDArray[np.int64]:
+    """Size of each region in bytes, int64[regions]."""
+    return np.array([region.item_bytes * region.items for region in regions], dtype=np.int64)
+
+
+def addresses(spans: Spans, regions: Sequence[Region], side: str) -> NDArray[np.uint64]:
+    """Absolute address of each span's first byte on one side ("source" or "target"), uint64[spans]."""
+    bases = np.array([region.base for region in regions], dtype=np.uint64)
+    start: NDArray[np.uint64] = bases[spans[f"{side}_region"]] + spans[f"{side}_offset"].astype(np.uint64)
+    return start
+
+
+def split(spans: Spans, batch_bytes: int) -> list[Spans]:
+    """Batches of at most `batch_bytes`, in order. A span above the bound is cut; smaller ones stay whole.
+
+    Raises TransferError when the bound is below 1.
+    """
+    if batch_bytes < 1:
+        raise TransferError(f"batch_bytes is {batch_bytes}; the least is 1")
+    pieces = _cut(spans, batch_bytes)
+    ends = np.cumsum(pieces["length"])
+    batches: list[Spans] = []
+    first, sent = 0, 0
+    while first < len(pieces):
+        limit = min(sent + batch_bytes, _LARGEST)
+        after = int(np.searchsorted(ends, limit, side="right"))
+        batches.append(pieces[first:after])
+        first, sent = after, int(ends[after - 1])
+    return batches
+
+
+def _cut(spans: Spans, limit_bytes: int) -> Spans:
+    """Every span longer than `limit_bytes` replaced, in place, by pieces of at most that."""
+    if not len(spans) or int(spans["length"].max()) <= limit_bytes:
+        return spans
+    counts = -(-spans["length"] // limit_bytes)
+    pieces = np.repeat(spans, counts)
+    # Number of the piece within its own span: 0, 1, 2, 0, 0, 1, ...
+    number = np.arange(len(pieces)) - np.repeat(np.cumsum(counts) - counts, counts)
+    skipped = number * limit_bytes
+    pieces["source_offset"] += skipped
+    pieces["target_offset"] += skipped
+    pieces["length"] = np.minimum(pieces["length"] - skipped, limit_bytes)
+    return pieces

@@ -1,0 +1,161 @@
+"""NIXL's agent as we use it: its environment, its birth, what its descriptor carries, and its errors.
+
+UCX picks transports by itself unless told, and the proofs of quiescence depend on the transport, so UCX_TLS and
+the device are pinned here. "host" is CMA (one process copies into another's memory through the kernel) for the
+bytes; notifications, connection set-up and failure detection go over tcp on the loopback device, because UCX's
+shared-memory transports can't report the death of a peer and NIXL asks for that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+from collections.abc import Sequence
+from threading import Lock
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from kvferry.transfer.contract import Descriptor, Proofs, Region, TransferError
+from kvferry.transfer.spans import region_bytes
+
+BACKEND = "ucx"
+
+
+class Transport(msgspec.Struct, frozen=True):
+    """UCX_TLS and UCX_NET_DEVICES ("" = not pinned), and what they can prove."""
+
+    tls: str
+    devices: str
+    proofs: Proofs
+
+
+#: Over CMA a stopped writer copies on when it continues, whatever became of our agent: revoking proves nothing.
+#: Over tcp a dead writer's bytes may wait in our socket: its exit proves nothing until our agent is gone.
+TRANSPORTS = {
+    "host": Transport("cma,tcp,self", "lo", Proofs(drained=True, exited=True, revoked=False)),
+    "tcp": Transport("tcp", "lo", Proofs(drained=True, exited=False, revoked=True)),
+}
+
+
+class UcxMetadata(msgspec.Struct, frozen=True):
+    """`Descriptor.metadata` of this backend. `agent` is NIXL's own metadata."""
+
+    transports: str
+    pid: int
+    agent: bytes
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(UcxMetadata)
+_environment = Lock()
+
+
+def transport(name: str) -> Transport:
+    """A named transport, or `name` itself as UCX_TLS, of which nothing but drained is known."""
+    return TRANSPORTS.get(name) or Transport(name, "", Proofs(drained=True, exited=False, revoked=False))
+
+
+def nixl_errors() -> tuple[type[Exception], ...]:
+    """NIXL's exceptions, which have no base class of their own."""
+    bindings = vars(importlib.import_module("nixl_cu12._bindings"))
+    return tuple(kind for kind in bindings.values() if isinstance(kind, type) and issubclass(kind, Exception))
+
+
+def open_agent(name: str, transports: str, regions: Sequence[Region]) -> tuple[Any, Any, bytes]:
+    """A new agent with all regions registered: (agent, registration, `Descriptor.metadata`).
+
+    Sets the process's environment for UCX, which reads it when the agent is made. A level of logging that is set
+    already stays: errors reach us as exceptions, and UCX would print each of them as well.
+    """
+    with _environment:
+        chosen = transport(transports)
+        os.environ["UCX_TLS"] = chosen.tls
+        if chosen.devices:
+            os.environ["UCX_NET_DEVICES"] = chosen.devices
+        os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
+        os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
+        # Not `import nixl`: that imports torch and picks the build for the newest CUDA.
+        api = importlib.import_module("nixl_cu12._api")
+        agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False))
+    registration = None
+    if regions:
+        registration = agent.register_memory(_areas(regions), "DRAM")
+    metadata = UcxMetadata(transports, os.getpid(), bytes(agent.get_agent_metadata()))
+    return agent, registration, _encoder.encode(metadata)
+
+
+def add_peer(agent: Any, transports: str, descriptor: Descriptor) -> None:
+    """Make a peer known to the agent. Raises TransferError, and then leaves nothing behind."""
+    name = descriptor.agent
+    try:
+        metadata = _decoder.decode(descriptor.metadata)
+    except msgspec.DecodeError as error:
+        raise TransferError(f"{name}: metadata does not decode: {error}") from None
+    if metadata.transports != transports:
+        raise TransferError(f"{name}: transports are {metadata.transports!r} there, {transports!r} here")
+    if transports == "host":
+        _check_reach(name, metadata.pid, descriptor.regions)
+    try:
+        added = agent.add_remote_agent(metadata.agent)
+    except nixl_errors() as error:
+        raise TransferError(f"{name}: the agent's metadata is refused: {describe(error)}") from error
+    found = added.decode() if isinstance(added, bytes) else str(added)
+    if found != name:
+        agent.remove_remote_agent(found)
+        raise TransferError(f"the descriptor names agent {name!r}, its metadata {found!r}")
+    try:
+        _check_registered(agent, descriptor)
+    except TransferError:
+        agent.remove_remote_agent(name)
+        raise
+
+
+def describe(error: BaseException) -> str:
+    """Name and text of an error, for `WriteResult.error`."""
+    return f"{type(error).__name__}: {error}"
+
+
+def _areas(regions: Sequence[Region]) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    areas = np.zeros((len(regions), 3), dtype=np.uint64)  # address, length, device
+    areas[:, 0] = [region.base for region in regions]
+    areas[:, 1] = region_bytes(regions)
+    return areas
+
+
+def _check_registered(agent: Any, descriptor: Descriptor) -> None:
+    """The peer's metadata must cover every region that its descriptor promises."""
+    if not descriptor.regions:
+        return
+    try:
+        prepared = agent.prep_xfer_dlist(descriptor.agent, _areas(descriptor.regions), "DRAM")
+    except nixl_errors() as error:
+        raise TransferError(
+            f"{descriptor.agent}: a region of its {len(descriptor.regions)} is not registered there: {describe(error)}"
+        ) from error
+    agent.release_dlist_handle(prepared)
+
+
+class _Area(ctypes.Structure):
+    """struct iovec."""
+
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+def _check_reach(name: str, pid: int, regions: Sequence[Region]) -> None:
+    """Read one byte of the peer's memory the way CMA would.
+
+    Where the kernel forbids it, UCX silently moves the bytes over tcp instead, and `exited` would be no proof.
+    """
+    if not regions:
+        return
+    byte = ctypes.create_string_buffer(1)
+    here = _Area(ctypes.addressof(byte), 1)
+    there = _Area(regions[0].base, 1)
+    libc = ctypes.CDLL(None, use_errno=True)
+    count = libc.process_vm_readv(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+    if count != 1:
+        reason = os.strerror(ctypes.get_errno())
+        raise TransferError(f"{name}: CMA can't reach the memory of process {pid}: {reason}; use transports 'tcp'")

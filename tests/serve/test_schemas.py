@@ -1,0 +1,114 @@
+"""What a chat request may hold: each refusal names the field, the value and the limit."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from kvferry.protocol.errors import InvalidRequest
+from kvferry.serve.schemas import ChatRequest, parse_chat
+
+GOOD: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def parse(**fields: Any) -> ChatRequest:
+    return parse_chat(json.dumps(GOOD | fields).encode())
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"temperature": 2.1}, "temperature", ["2.1", "2.0"]),
+        ({"temperature": -1}, "temperature", ["-1", "0.0"]),
+        ({"temperature": "hot"}, "temperature", ['"hot"']),
+        ({"temperature": True}, "temperature", ["true"]),
+        ({"top_p": 0}, "top_p", ["0", "0.0"]),
+        ({"top_p": 1.5}, "top_p", ["1.5", "1.0"]),
+        ({"top_k": -2}, "top_k", ["-2", "-1"]),
+        ({"top_k": 1.5}, "top_k", ["1.5"]),
+        ({"seed": -1}, "seed", ["-1", "0"]),
+        ({"seed": 2**63}, "seed", [str(2**63)]),
+        ({"max_tokens": 0}, "max_tokens", ["0", "1"]),
+        ({"max_completion_tokens": "5"}, "max_completion_tokens", ['"5"']),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", ["5", "6", "differ"]),
+        ({"stop": ""}, "stop", ['""', "1"]),
+        ({"stop": ["a", ""]}, "stop[1]", ['""']),
+        ({"stop": ["a"] * 17}, "stop", ["16"]),
+        ({"stop": 5}, "stop", ["5"]),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]", ["-1", "0"]),
+        ({"stream": "yes"}, "stream", ['"yes"']),
+        ({"stream_options": {"include_usage": True}}, "stream_options", ["stream: true"]),
+        ({"stream": True, "stream_options": {"usage": 1}}, "stream_options.usage", ["unknown field"]),
+        ({"n": 2}, "n", ["2", "not supported", "1"]),
+        ({"n": 0}, "n", ["0", "1"]),
+        ({"logprobs": True}, "logprobs", ["true", "not supported"]),
+        ({"top_logprobs": 3}, "top_logprobs", ["3", "not supported"]),
+        ({"logprobs": 0}, "logprobs", ["0", "not supported"]),
+        ({"tools": [{"type": "function"}]}, "tools", ["not supported"]),
+        ({"response_format": {"type": "json_object"}}, "response_format", ["json_object", "not supported"]),
+        ({"frequency_penalty": 0.5}, "frequency_penalty", ["0.5", "not supported"]),
+        ({"temprature": 1}, "temprature", ["unknown field", "did you mean temperature?"]),
+        ({"bootstrap_room": 7}, "bootstrap_room", ["unknown field"]),
+        ({"model": None}, "model", ["null"]),
+        ({"messages": []}, "messages", ["[]", "1"]),
+        ({"messages": "hi"}, "messages", ['"hi"']),
+        ({"messages": ["hi"]}, "messages[0]", ['"hi"']),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", ["required"]),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", ["null"]),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", ['"tool"', "system, user, assistant"]),
+        ({"messages": [{"role": "user", "content": "x", "name": "a"}]}, "messages[0].name", ["not supported"]),
+        ({"messages": [{"role": "user", "content": "x", "rol": "a"}]}, "messages[0].rol", ["did you mean role?"]),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "text": "x"}]}]},
+            "messages[0].content[0].type", ['"image_url"', "only parts of type text"],
+        ),
+    ],
+)  # fmt: skip
+def test_refused(fields: dict[str, Any], param: str, words: list[str]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse(**fields)
+    assert caught.value.param == param
+    assert param in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_an_image_part_is_refused_by_its_type_whatever_else_it_holds() -> None:
+    part = {"type": "image_url", "image_url": {"url": "data:"}}
+    with pytest.raises(InvalidRequest, match="image_url") as caught:
+        parse(messages=[{"role": "user", "content": [part]}])
+    assert caught.value.param == "messages[0].content[0].type"
+
+
+@pytest.mark.parametrize("name", ["model", "messages"])
+def test_required(name: str) -> None:
+    body = {key: value for key, value in GOOD.items() if key != name}
+    with pytest.raises(InvalidRequest, match=f"{name} is required"):
+        parse_chat(json.dumps(body).encode())
+
+
+def test_what_asks_for_nothing_is_accepted() -> None:
+    chat = parse(
+        logprobs=False, top_logprobs=None, tools=[], presence_penalty=0, logit_bias={}, response_format={"type": "text"},
+        temperature=None, stop=None, n=1, user="anything", top_k=-1, max_tokens=4, max_completion_tokens=4,
+    )  # fmt: skip
+    assert chat.max_tokens == 4 and chat.stops() == ()
+
+
+def test_our_own_reply_is_acceptable_as_history() -> None:
+    reply = {"role": "assistant", "content": "yes", "refusal": None, "tool_calls": None, "annotations": []}
+    chat = parse(messages=[*GOOD["messages"], reply, {"role": "user", "content": "why?"}])
+    assert [message.text() for message in chat.messages] == ["hi", "yes", "why?"]
+
+
+def test_text_parts_follow_each_other() -> None:
+    parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
+    assert parse(messages=[{"role": "user", "content": parts}]).messages[0].text() == "a b"
+
+
+def test_long_values_are_cut_in_messages() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse(temperature="x" * 100_000)
+    assert len(str(caught.value)) < 300
