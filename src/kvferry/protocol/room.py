@@ -196,7 +196,8 @@ class RoomMachine(Machine[RoomState, RoomEvent]):
             self.cause = cause
         self.open_legs.discard(_ENDS_LEG.get(event, ""))
         commands = self.fire(event)
-        self.kvpoll = KVPOLL[self.state] or self.kvpoll
+        known = KVPOLL[self.state]
+        self.kvpoll = self.kvpoll if known is None else known
         return commands
 
     def after(self) -> RoomEvent | None:

@@ -154,7 +154,8 @@ class SimNetwork:
         if self.random.chance(self.faults.reorder_rate):
             arrival_s += self.random.between(0.0, self.faults.reorder_s)
         else:
-            arrival_s = max(arrival_s, pipe.last_at_s.get(receiver.pid, 0.0))
+            # Strictly later: timers of equal times run in no particular order.
+            arrival_s = max(arrival_s, pipe.last_at_s.get(receiver.pid, 0.0) + 1e-9)
             pipe.last_at_s[receiver.pid] = arrival_s
         loop.call_at(arrival_s, receiver.arrived, pipe.path, data)
 

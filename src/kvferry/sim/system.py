@@ -1,0 +1,241 @@
+"""The production actors on virtual time: one registry, one router, prefill and decode instances, no Ray, no model.
+
+Links, leaders, rooms, ledger and plans are the real classes; the engine is scripted (real memory, tokens that
+depend on every byte of it), the data plane is `fake` (real copies), and time is the loop's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvferry.actors.actor import Actor
+from kvferry.actors.bootstrap.registry import Registry
+from kvferry.actors.decode.decode import Decode
+from kvferry.actors.links import LinkLayer
+from kvferry.actors.prefill.prefill import Prefill
+from kvferry.actors.router.router import Router
+from kvferry.actors.settings import (
+    ClockSettings,
+    DecodeSettings,
+    FaultSettings,
+    LinkSettings,
+    PrefillSettings,
+    RouterSettings,
+)
+from kvferry.engine.contract import EngineLimits, StepPlan
+from kvferry.engine.scripted import ScriptedEngine, ScriptedTexts
+from kvferry.memory.ledger import PageCounts
+from kvferry.protocol.messages import Address, Layout, RankInfo
+from kvferry.sim.loop import VirtualClock
+from kvferry.sim.network import SimClock, SimNetwork
+from kvferry.transfer.contract import Endpoint, OnNotify
+from kvferry.transfer.fake import FakeFabric
+from kvferry.transfer.faulty import FaultyEndpoint
+
+DECODE_STEP_S = 0.02
+PREFILL_TOKEN_S = 0.001
+
+
+def prefill_cost_s(plan: StepPlan) -> float:
+    """A forward's cost by the tokens that it feeds; one token is a decode step."""
+    tokens = sum(len(sequence.token_ids) for sequence in plan.sequences)
+    return max(DECODE_STEP_S, tokens * PREFILL_TOKEN_S)
+
+
+@dataclass(frozen=True)
+class SimOptions:
+    """Sizes, clocks and faults of a simulated system."""
+
+    seed: int = 1
+    prefill: PrefillSettings = PrefillSettings(chunk_tokens=32, batch_tokens=64, pool_pages=64)
+    decode: DecodeSettings = DecodeSettings(pool_pages=64)
+    router: RouterSettings = RouterSettings()
+    clocks: ClockSettings = ClockSettings()
+    links: LinkSettings = LinkSettings()
+    faults: FaultSettings = FaultSettings()
+    cancel_ends: bool = True
+    page_size: int = 8
+    context_tokens: int = 4096
+    eos_token_ids: tuple[int, ...] = ()
+    bandwidth_bytes_s: float = 1e9
+    cost_s: Callable[[StepPlan], float] = prefill_cost_s
+
+
+@dataclass
+class SimProcess:
+    """One simulated process: its actor, the task that runs it, and its end of the data plane."""
+
+    actor: Actor
+    task: asyncio.Task[None]
+    endpoint: Endpoint | None = None
+
+    @property
+    def address(self) -> Address:
+        return self.actor.network.address
+
+
+@dataclass
+class SimSystem:
+    """Use it inside the virtual loop: `async with SimSystem(options) as system`."""
+
+    options: SimOptions
+    network: SimNetwork = field(init=False)
+    fabric: FakeFabric = field(init=False)
+    processes: dict[str, SimProcess] = field(default_factory=dict)
+
+    async def __aenter__(self) -> SimSystem:
+        clock = VirtualClock()
+        self.network = SimNetwork(self.options.seed)
+        self.fabric = FakeFabric(
+            loop=asyncio.get_running_loop(),
+            sleep=clock.sleep,
+            now_s=clock.now_s,
+            bandwidth_bytes_s=self.options.bandwidth_bytes_s,
+        )
+        for role, name in self._names():
+            self.spawn(role, name)
+        while not self.router.roster.ready or not self._linked():
+            await asyncio.sleep(0.05)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        tasks = [process.task for process in self.processes.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _names(self) -> list[tuple[str, str]]:
+        prefill = [("prefill", f"prefill-{i}") for i in range(self.options.prefill.instances)]
+        decode = [("decode", f"decode-{i}") for i in range(self.options.decode.instances)]
+        return [("registry", "registry"), ("router", "router-0"), *prefill, *decode]
+
+    def _linked(self) -> bool:
+        ranks = self.router.roster.ranks
+        return all(self.router.network.is_up(rank.address.incarnation) for rank in ranks)
+
+    # --- the parts ---
+
+    @property
+    def router(self) -> Router:
+        actor = self.processes["router-0"].actor
+        assert isinstance(actor, Router)
+        return actor
+
+    def prefill(self, index: int = 0) -> Prefill:
+        actor = self.processes[f"prefill-{index}"].actor
+        assert isinstance(actor, Prefill)
+        return actor
+
+    def decode(self, index: int = 0) -> Decode:
+        actor = self.processes[f"decode-{index}"].actor
+        assert isinstance(actor, Decode)
+        return actor
+
+    def engine(self, name: str = "decode-0") -> ScriptedEngine:
+        actor = self.processes[name].actor
+        assert isinstance(actor, Prefill | Decode) and isinstance(actor.engine, ScriptedEngine)
+        return actor.engine
+
+    async def resolve(self, name: str) -> Address:
+        if name not in self.processes:
+            raise LookupError(name)
+        return self.processes[name].address
+
+    def counts(self) -> dict[str, PageCounts]:
+        """Pages by instance, recounted from the block tables."""
+        leaders = {n: p.actor for n, p in self.processes.items() if isinstance(p.actor, Prefill | Decode)}
+        return {name: leader.ledger.audit(leader.block_tables()) for name, leader in leaders.items()}
+
+    def at_baseline(self) -> bool:
+        """No rooms anywhere, and no page in use."""
+        leaders = [p.actor for p in self.processes.values() if isinstance(p.actor, Prefill | Decode)]
+        idle = not self.router.guests and all(not leader.leg_rooms() for leader in leaders)
+        return idle and all(counts.at_baseline for counts in self.counts().values())
+
+    async def settle(self, limit_s: float) -> bool:
+        """Wait, at most `limit_s` of virtual time, for the baseline."""
+        clock = VirtualClock()
+        end_s = clock.now_s() + limit_s
+        while not self.at_baseline():
+            if clock.now_s() >= end_s:
+                return False
+            await asyncio.sleep(0.01)
+        return True
+
+    # --- faults ---
+
+    def kill(self, name: str) -> None:
+        """End a process as kill -9 does: its links, its data plane and its task are gone at once."""
+        process = self.processes.pop(name)
+        self.network.kill(process.address)
+        if process.endpoint is not None:
+            self.fabric.kill(process.endpoint.descriptor().agent)
+        process.task.cancel()
+
+    def spawn(self, role: str, name: str) -> SimProcess:
+        """Start a process, also in the place of one that was killed: new incarnation, new memory."""
+        links = self.network.open(name, self.options.links)
+        clock, mailbox = self.network.clock(links.address), self.options.links.mailbox
+        endpoint: Endpoint | None = None
+        actor: Actor
+        if role == "registry":
+            wanted = {"prefill": self.options.prefill.instances, "decode": self.options.decode.instances}
+            actor = Registry(links, clock, mailbox, wanted)
+        elif role == "router":
+            settings, limits = self.options.router, self.options.clocks
+            actor = Router(links, clock, mailbox, self.network.random, self.resolve, settings, limits, "fake")
+        else:
+            actor, endpoint = self._leader(role, name, links, clock)
+        task = asyncio.get_running_loop().create_task(actor.run())
+        process = self.processes[name] = SimProcess(actor, task, endpoint)
+        return process
+
+    def _leader(self, role: str, name: str, links: LinkLayer, clock: SimClock) -> tuple[Actor, Endpoint]:
+        options = self.options
+        settings = options.prefill if role == "prefill" else options.decode
+        engine = self._engine(settings.pool_pages, clock)
+        inbox = _Inbox()
+        endpoint: Endpoint = self.fabric.endpoint(engine.regions(), links.address.incarnation, inbox)
+        faults = options.faults
+        if role == "prefill" and (faults.delay_ms > 0 or faults.stall_after >= 0):
+            endpoint = FaultyEndpoint(
+                endpoint,
+                delay_s=faults.delay_ms / 1000,
+                stall_after=faults.stall_after,
+                sleep=clock.sleep,
+                loop=asyncio.get_running_loop(),
+                cancel_ends=options.cancel_ends,
+            )
+        tokens = min(settings.pool_pages * options.page_size, options.context_tokens)
+        info = RankInfo(
+            name, role, links.address, engine.layout, pages=settings.pool_pages,
+            max_prompt_tokens=tokens, max_total_tokens=tokens,
+        )  # fmt: skip
+        texts, mailbox = ScriptedTexts(options.eos_token_ids), options.links.mailbox
+        if role == "prefill":
+            prefill = Prefill(
+                links, clock, mailbox, self.resolve, engine, texts, endpoint, info, options.prefill, options.clocks
+            )
+            return prefill, endpoint
+        decode = Decode(
+            links, clock, mailbox, self.resolve, engine, texts, endpoint, info, options.decode, options.clocks
+        )
+        inbox.deliver = decode.notified
+        return decode, endpoint
+
+    def _engine(self, pages: int, clock: SimClock) -> ScriptedEngine:
+        layout = Layout("scripted", "1", "float32", self.options.page_size, layers=3, kv_heads=2, head_dim=4)
+        limits = EngineLimits(pages, self.options.page_size, self.options.context_tokens, vocab_size=50_000)
+        return ScriptedEngine(layout, limits, metadata_rows=64, sleep=clock.sleep, cost_s=self.options.cost_s)
+
+
+class _Inbox:
+    """Lets an endpoint be made before the actor that takes its notifications."""
+
+    deliver: OnNotify | None = None
+
+    def __call__(self, agent: str, payload: bytes) -> None:
+        if self.deliver is not None:
+            self.deliver(agent, payload)

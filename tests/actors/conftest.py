@@ -1,0 +1,99 @@
+"""A front with plain method calls instead of HTTP and Ray, on a simulated system."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvferry.actors.settings import LinkSettings
+from kvferry.obs.metrics import FrontMetrics
+from kvferry.protocol.messages import RequestSpec, Roster, Sampling, Token
+from kvferry.protocol.outcome import Outcome
+from kvferry.serve.front import Front
+from kvferry.serve.gateway import FrontInfo
+from kvferry.serve.live import LiveRequest
+from kvferry.sim.loop import VirtualClock
+from kvferry.sim.system import SimSystem
+
+
+class DirectBackend:
+    """`Backend` by calling the simulated router and registry directly."""
+
+    def __init__(self, system: SimSystem) -> None:
+        self._system = system
+
+    async def submit(self, spec: RequestSpec, attempt: int) -> Outcome:
+        return await self._system.router.submit(spec, attempt)
+
+    async def roster(self) -> Roster:
+        return self._system.router.roster
+
+    async def status(self) -> dict[str, Any]:
+        return {}
+
+    async def room(self, room: int) -> dict[str, Any] | None:
+        return await self._system.router.journal(room)
+
+
+class Client:
+    """What a client of the front sees."""
+
+    def __init__(self, system: SimSystem, name: str = "front-0") -> None:
+        self.system = system
+        network = system.network.open(name, LinkSettings())
+        self.network = network
+        self.backend = DirectBackend(system)
+        self.front = Front(
+            network, self.backend, lambda _: (), VirtualClock(), system.network.random, FrontInfo("scripted"),
+            FrontMetrics(),
+        )  # fmt: skip
+
+    async def start(self) -> Client:
+        await self.front.start()
+        return self
+
+    def open(self, prompt: tuple[int, ...], **sampling: Any) -> LiveRequest:
+        return self.front.open(prompt, Sampling(**sampling))
+
+    async def collect(self, live: LiveRequest) -> list[Token]:
+        """All tokens up to the last; raises what the client would be told."""
+        tokens: list[Token] = []
+        try:
+            while not tokens or not tokens[-1].finish_reason:
+                tokens += await live.take()
+        finally:
+            self.front.close_request(live)
+        return tokens
+
+    async def ask(self, prompt: tuple[int, ...], **sampling: Any) -> list[int]:
+        return [token.token_id for token in await self.collect(self.open(prompt, **sampling))]
+
+    async def journal(self, live: LiveRequest) -> dict[str, Any]:
+        found = await self.backend.room(live.room)
+        assert found is not None
+        return found
+
+
+@pytest.fixture
+def client_of() -> Callable[[SimSystem], Any]:
+    async def make(system: SimSystem) -> Client:
+        return await Client(system).start()
+
+    return make
+
+
+async def until(holds: Callable[[], bool], limit_s: float = 60.0) -> None:
+    """Let virtual time pass until `holds()`."""
+    clock = VirtualClock()
+    end_s = clock.now_s() + limit_s
+    while not holds():
+        assert clock.now_s() < end_s, f"still not after {limit_s} s of virtual time"
+        await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+def wait_until() -> Callable[..., Any]:
+    return until
