@@ -180,8 +180,8 @@ def _chat_body(args: argparse.Namespace) -> dict[str, Any]:
 def _ask_unified(args: argparse.Namespace, body: dict[str, Any], show: Callable[[str], None]) -> dict[str, Any]:
     """Both roles in this process. The body passes the same checks as over HTTP."""
     from kvferry.cluster.config import load
-    from kvferry.serve.unified import ask
     from kvferry.serve.schemas import parse_chat
+    from kvferry.serve.unified import ask
 
     config = load(None, {"model.model": args.model})
     chat = parse_chat(json.dumps(body | {"model": config.served_name()}).encode())

@@ -1,11 +1,13 @@
-"""The real model, loaded once for all tests of the engine."""
+"""The real model, loaded once for all tests of the engine, and small random ones."""
 
 import asyncio
 import time
 
 import pytest
+import torch
+import transformers
 
-from kvferry.engine.loader import load
+from kvferry.engine.loader import Loaded, load
 from kvferry.engine.text import TokenizerTexts
 from kvferry.engine.tokenizer import ChatTokenizer
 from kvferry.engine.torch_engine import TorchEngine
@@ -32,3 +34,37 @@ def chat(loaded):
 @pytest.fixture(scope="session")
 def texts(loaded):
     return TokenizerTexts(loaded.tokenizer, loaded.eos_token_ids)
+
+
+TINY = {
+    "vocab_size": 97,
+    "hidden_size": 96,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+}
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """Makes small random models of a transformers family ("Llama", "Qwen2" …). Their weights are scaled up, so that
+    attention matters; still their tokens repeat and prove nothing: compare logits.
+    """
+
+    def make(family: str, config_name: str = "", **changes) -> Loaded:
+        torch.manual_seed(7)
+        config = getattr(transformers, f"{config_name or family}Config")(**{**TINY, **changes})
+        model = getattr(transformers, f"{family}ForCausalLM")(config).eval().requires_grad_(False)
+        for name, parameter in model.named_parameters():
+            if "embed" in name:
+                parameter.mul_(30.0)
+            elif parameter.ndim == 2:
+                parameter.mul_(4.0)
+            else:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        return Loaded(model, None, config, f"tiny-{family}", "1", "float32", (), 128)
+
+    return make

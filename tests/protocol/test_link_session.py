@@ -412,8 +412,8 @@ class Pair:
                 heapq.heappush(self.wire, (self.now_s + delay_s, self.order, 1 - end, encode_frame(frame)))
 
 
-@settings(max_examples=80, deadline=None)
-@given(fates=FATES, talk=st.lists(st.integers(0, 1), max_size=30))
+@settings(max_examples=200, deadline=None)
+@given(fates=FATES, talk=st.lists(st.integers(0, 1), min_size=5, max_size=40))
 def test_once_and_in_order_or_over_at_both(fates: list[tuple[float, ...]], talk: list[int]) -> None:
     pair = Pair(fates, afterwards=(0.01,))
     for end in talk:
@@ -428,7 +428,7 @@ def test_once_and_in_order_or_over_at_both(fates: list[tuple[float, ...]], talk:
         assert None not in pair.lost_at_s
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(fates=FATES, talk=st.lists(st.integers(0, 1), max_size=20))
 def test_when_the_wire_is_cut_both_ends_know_within_the_silence_limit(
     fates: list[tuple[float, ...]], talk: list[int]

@@ -49,7 +49,7 @@ async def test_a_whole_answer(served: Any, client: openai.AsyncOpenAI) -> None:
     answer = raw.parse()
     (spec,) = served.backend.specs
     assert raw.headers["x-kvferry-room"] == str(served.room)
-    assert answer.id == f"chatcmpl-{spec.request}" and answer.object == "chat.completion" and answer.model == "m"
+    assert answer.id == f"chatcmpl-{spec.request:016x}" and answer.object == "chat.completion" and answer.model == "m"
     assert answer.choices[0].message.content == "".join(TEXTS) and answer.choices[0].message.role == "assistant"
     assert answer.choices[0].finish_reason == "stop"
     assert answer.usage is not None
@@ -67,7 +67,7 @@ async def test_a_stream(served: Any, client: openai.AsyncOpenAI, include_usage: 
     chunks = [chunk async for chunk in await client.chat.completions.create(
         model="m", messages=ASK, stream=True, **options,
     )]  # fmt: skip
-    assert {chunk.id for chunk in chunks} == {f"chatcmpl-{served.backend.specs[0].request}"}
+    assert {chunk.id for chunk in chunks} == {f"chatcmpl-{served.backend.specs[0].request:016x}"}
     if include_usage:
         last = chunks.pop()
         assert last.choices == [] and last.usage is not None and last.usage.total_tokens == 8
@@ -280,7 +280,9 @@ async def test_leaving_in_mid_answer_stops_both_leaders(served: Any, stream: boo
 # --- The other routes ------------------------------------------------------------------------------------------
 
 
-async def test_models_health_ready_status_room(served: Any, client: openai.AsyncOpenAI, http: httpx.AsyncClient) -> None:
+async def test_models_health_ready_status_room(
+    served: Any, client: openai.AsyncOpenAI, http: httpx.AsyncClient
+) -> None:
     assert [model.id for model in (await client.models.list()).data] == ["m"]
     assert (await client.models.retrieve("m")).owned_by == "kvferry"
     assert (await http.get("/health")).json() == {"status": "ok"}

@@ -91,7 +91,8 @@ def test_required(name: str) -> None:
 
 def test_what_asks_for_nothing_is_accepted() -> None:
     chat = parse(
-        logprobs=False, top_logprobs=None, tools=[], presence_penalty=0, logit_bias={}, response_format={"type": "text"},
+        logprobs=False, top_logprobs=None, tools=[], presence_penalty=0, logit_bias={},
+        response_format={"type": "text"},
         temperature=None, stop=None, n=1, user="anything", top_k=-1, max_tokens=4, max_completion_tokens=4,
     )  # fmt: skip
     assert chat.max_tokens == 4 and chat.stops() == ()

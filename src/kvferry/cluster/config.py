@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import yaml  # type: ignore[import-untyped]
 
 from kvferry.actors.settings import (
     ClockSettings,
@@ -144,12 +145,24 @@ def from_args(args: Mapping[str, Any]) -> Config:
     return _build(dict(args), places)
 
 
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """YAML's own rule, which PyYAML leaves out: a key may stand only once in a mapping."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for key in keys:
+            if keys.count(key) > 1:
+                problem = f"the key {key} stands there twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def _read(path: Path) -> Any:
     try:
-        return msgspec.yaml.decode(path.read_bytes())
+        return yaml.load(path.read_bytes(), _Loader)  # a SafeLoader
     except OSError as error:
         raise ConfigError(str(path), error.strerror or "unreadable", "the path of a readable YAML file") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(str(path), str(error), "a YAML file") from None
 
 

@@ -90,18 +90,20 @@ class Adapter:
         self.dtype = DTYPES[loaded.dtype]
         self._model = loaded.model
         transformers.AttentionInterface.register(_NAME, _attention)
-        self._model.set_attn_implementation(_NAME)
         self._probe(loaded.name)
 
     def _probe(self, name: str) -> None:
         """Run two tokens through a pool of one page: each layer must write K and V of the shape we promise."""
         pool = self.pool(pages=1, page_size=2, metadata_rows=1)
+        for pages in (*pool.k, *pool.v):
+            pages.fill_(torch.nan)
         sequence = Sequence(key=0, token_ids=(0, 0), start=0, pages=(0,))
         try:
+            self._model.set_attn_implementation(_NAME)
             self.forward(build(StepPlan(step=0, sequences=(sequence,)), 2), pool)
-        except (LayerCall, RuntimeError) as error:
+        except (LayerCall, RuntimeError, TypeError, ValueError) as error:
             raise ConfigError("model.model", f"{name} ({error})", _SUPPORTED) from error
-        silent = [layer for layer in range(self.layers) if not (pool.k[layer].any() and pool.v[layer].any())]
+        silent = [at for at, pair in enumerate(zip(pool.k, pool.v, strict=True)) if any(p.isnan().any() for p in pair)]
         if silent:
             raise ConfigError("model.model", f"{name}: layers {silent} keep no K and V", _SUPPORTED)
 

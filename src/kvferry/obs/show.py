@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 BAR_CELLS = 40
+PAGE_STATES = ("total", "free", "owned", "leased", "cached", "quarantined")
 
 _COLOURS = {
     "FAILED": "red",
@@ -31,21 +32,21 @@ def bar(start_s: float, duration_s: float, total_s: float, cells: int = BAR_CELL
 
 
 def show_status(status: Mapping[str, Any]) -> RenderableType:
-    """One row per instance: ranks, queues, pages by state."""
-    table = Table(title="instances")
-    for name in ("id", "role", "incarnation", "ranks"):
-        table.add_column(name)
-    for name in ("total", "free", "owned", "leased", "cached", "quarantined"):
-        table.add_column(name, justify="right")
-    table.add_column("queues")
+    """Who is there, and under it the pages of each by state; dashes for an instance that does not answer."""
+    who, pages = Table(title="instances", title_justify="left"), Table(title="pages", title_justify="left")
+    for name in ("id", "role", "incarnation", "ranks", "queues"):
+        who.add_column(name)
+    pages.add_column("id")
+    for name in PAGE_STATES:
+        pages.add_column(name, justify="right")
     for instance in status["instances"]:
-        pages = instance["pages"]
-        ranks = ", ".join(f"{rank['rank']}: pid {rank['pid']}" for rank in instance["ranks"])
-        queues = ", ".join(f"{name} {length}" for name, length in instance["queues"].items())
-        cells = [instance["id"], instance["role"], instance["incarnation"], ranks]
-        cells += [pages[name] for name in ("total", "free", "owned", "leased", "cached", "quarantined")]
-        table.add_row(*map(str, cells), queues)
-    return Group(table, Text(f"rooms live {status['rooms_live']}, requests live {status['requests_live']}"))
+        ranks = "\n".join(f"{rank['rank']}: pid {rank['pid']}" for rank in instance["ranks"])
+        queues = "\n".join(f"{name} {length}" for name, length in instance["queues"].items())
+        cells = [instance["id"], instance["role"], instance["incarnation"] or "-", ranks or "does not answer", queues]
+        who.add_row(*map(str, cells))
+        pages.add_row(str(instance["id"]), *(str(instance["pages"].get(name, "-")) for name in PAGE_STATES))
+    live = f"rooms live {status['rooms_live']}, requests live {status['requests_live']}"
+    return Group(who, pages, Text(live))
 
 
 def show_room(journal: Mapping[str, Any]) -> RenderableType:
@@ -102,10 +103,14 @@ def _events(journal: Mapping[str, Any]) -> RenderableType:
     for name in ("leg", "event", "detail"):
         table.add_column(name)
     for event in journal["events"]:
-        detail = ", ".join(f"{name} {value}" for name, value in event["detail"].items())
+        detail = ", ".join(f"{name} {_plain(value)}" for name, value in event["detail"].items())
         table.add_row(_ms(event["at_s"]), Text(event["leg"]), Text(event["event"]), Text(detail))
     return table
 
 
 def _ms(duration_s: float) -> str:
     return f"{duration_s * 1000:.1f} ms"
+
+
+def _plain(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -163,7 +163,7 @@ class ChatExchange:
 
 
 def _identity(live: LiveRequest) -> str:
-    return f"chatcmpl-{live.spec.request}"
+    return f"chatcmpl-{live.spec.request:016x}"  # as journals print it
 
 
 def _room_header(live: LiveRequest | None) -> dict[str, str]:

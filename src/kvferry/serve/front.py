@@ -53,6 +53,8 @@ class Front:
         pending = [live.submission for live in self._requests.values() if live.submission is not None]
         for live in list(self._requests.values()):
             self._fail(live, Cause("unavailable", "the server is shutting down", leg="front"))
+        for submission in pending:
+            submission.cancel()  # also of finished requests, whose rooms have not ended
         await asyncio.gather(*pending, return_exceptions=True)
         await self._network.close()
 

@@ -9,6 +9,7 @@ taken until the delay is over.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 
 from kvferry.transfer.contract import (
@@ -24,6 +25,8 @@ from kvferry.transfer.contract import (
 )
 from kvferry.transfer.lane import Lane
 from kvferry.transfer.spans import check_spans
+
+_log = logging.getLogger(__name__)
 
 
 class HeldWrite:
@@ -148,7 +151,10 @@ class FaultyEndpoint:
 
     async def _pass_on(self, peer: Peer, work: HeldWrite | bytes) -> None:
         if isinstance(work, bytes):
-            self._inner.notify(peer, work)
+            try:
+                self._inner.notify(peer, work)
+            except TransferError as error:  # the endpoint has ended meanwhile, and notifications with it
+                _log.info("a notification was dropped: %s", error)
             return
         if work.ending:
             return

@@ -166,7 +166,8 @@ class Driver:
         try:
             answer = self._connected(descriptor)
         except TransferError as error:
-            answer = error
+            # A new one: the frames in this one's traceback would keep the agent alive as long as it is kept.
+            answer = TransferError(str(error))
         self._deliver(lambda: on_done(answer))
 
     def _connected(self, descriptor: Descriptor) -> UcxPeer:
@@ -338,6 +339,8 @@ class Driver:
             for work in peer.work:
                 while isinstance(work, UcxWrite) and work.posted:
                     self._release(work.posted.popleft()[0])
+        # NIXL's wrapper may be held by the traceback of an error somewhere; the agent itself must go now.
+        self._agent.agent = None
         self._agent = self._registration = None
         for peer in peers:
             while peer.work:

@@ -1,0 +1,82 @@
+"""The application on Ray Serve: `kvferry.serve.deployment:build`, for `serve deploy serve.yaml` and the launcher.
+
+One deployment. Its replica is the front; the controller, which places every other actor, is an actor of the
+deployment, so that Serve starts it before the first replica, restarts it, and ends it with the application.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from ray import serve
+from ray.serve.config import DeploymentActorConfig
+from starlette.applications import Starlette
+
+from kvferry.cluster.config import Config, from_args
+from kvferry.cluster.names import CONTROLLER
+from kvferry.serve.app import build_app
+from kvferry.serve.front import Front
+
+#: Streams that one replica holds; beyond it Serve itself makes requests wait. The router's own limit comes first.
+MAX_ONGOING_REQUESTS = 1024
+
+
+class FrontReplica:
+    """What `serve.ingress` wraps around the application; it has no methods of its own."""
+
+
+def build(args: dict[str, Any]) -> Any:
+    """The Serve application of these `args` (of `serve.yaml`). Raises ConfigError."""
+    from kvferry.cluster.controller import RemoteController
+
+    config = from_args(args)
+    data = config.to_bytes()
+
+    def make_app() -> Starlette:
+        """Called once in each replica; only the configuration's bytes travel there."""
+        return build_app(lambda: open_front(Config.from_bytes(data)))
+
+    controller = DeploymentActorConfig(
+        name=CONTROLLER, actor_class=RemoteController, init_args=(data,), actor_options={"num_cpus": 0}
+    )
+    deployment: Any = serve.deployment(
+        serve.ingress(make_app)(FrontReplica),
+        name="front",
+        num_replicas=1,
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=max(MAX_ONGOING_REQUESTS, 2 * config.router.max_requests),
+        health_check_period_s=5.0,  # Serve calls into the replica: one whose loop hangs is replaced
+        health_check_timeout_s=30.0,
+        graceful_shutdown_wait_loop_s=0.5,
+        graceful_shutdown_timeout_s=5.0,
+        deployment_actors=[controller],
+    )
+    return deployment.bind()
+
+
+@asynccontextmanager
+async def open_front(config: Config) -> AsyncIterator[Front]:
+    """A front with real links, the model's tokenizer (not its weights) and the Ray backend, on the running loop."""
+    # Imported where the front runs: the process that only deploys needs no tokenizer, and starts a second sooner.
+    from kvferry.cluster.client import connect
+    from kvferry.cluster.clock import SystemClock, SystemRandom
+    from kvferry.cluster.network import open_network
+    from kvferry.engine.tokenizer import ChatTokenizer
+    from kvferry.obs.metrics import FrontMetrics
+    from kvferry.obs.wall import unix_s
+    from kvferry.serve.gateway import FrontInfo
+
+    clock, random = SystemClock(), SystemRandom()
+    tokenizer = await asyncio.to_thread(ChatTokenizer.of, config.model.model)
+    info = FrontInfo(config.served_name(), int(unix_s()), config.api.default_max_tokens, config.api.max_body_bytes)
+    name = f"front-{random.bits(32):08x}"  # unlike other actors it is looked up by nobody, and there may be several
+    network = await open_network(name, config.cluster.bind_host, config.links, clock, random)
+    front = Front(network, connect(config), tokenizer.render, clock, random, info, FrontMetrics())
+    await front.start()
+    try:
+        yield front
+    finally:
+        await front.close()

@@ -1,0 +1,141 @@
+"""Shared by the tests of the data plane: real memory with a pattern in it, and endpoints that are closed for sure."""
+
+import asyncio
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from kvferry.transfer.contract import Region, RegionKind
+from kvferry.transfer.fake import FakeFabric
+from kvferry.transfer.faulty import FaultyEndpoint
+from kvferry.transfer.ucx import UcxEndpoint
+
+LAYERS, PAGES, PAGE_BYTES, ROW_BYTES = 3, 80, 4096, 64
+
+
+class Memory:
+    """K and V of three layers and metadata rows, in real memory. `seed` None leaves it zero."""
+
+    def __init__(self, seed=None, pages=PAGES, page_bytes=PAGE_BYTES):
+        sizes = [pages * page_bytes] * (2 * LAYERS) + [4 * ROW_BYTES]
+        if seed is None:
+            self.arrays = [np.zeros(size, np.uint8) for size in sizes]
+        else:
+            random = np.random.default_rng(seed)
+            self.arrays = [random.integers(1, 256, size, dtype=np.uint8) for size in sizes]
+        pools = (
+            Region(RegionKind.PAGES, "kv"[index % 2], index // 2, array.ctypes.data, page_bytes, pages, 0, 1)
+            for index, array in enumerate(self.arrays[:-1])
+        )
+        rows = Region(RegionKind.ROWS, "metadata", -1, self.arrays[-1].ctypes.data, ROW_BYTES, 4)
+        self.regions = (*pools, rows)
+
+    def pages(self, index):
+        return self.arrays[index].reshape(-1, self.regions[index].item_bytes)
+
+
+@dataclass
+class Site:
+    """One endpoint with its memory and what it has been told."""
+
+    memory: Memory
+    notes: list = field(default_factory=list)
+    on_note: object = None
+    endpoint: object = None
+
+    def hear(self, agent, payload):
+        self.notes.append((agent, payload))
+        if self.on_note is not None:
+            self.on_note()
+
+
+class Outcome:
+    """An `on_end` that can be awaited and that fails when it is called twice."""
+
+    def __init__(self):
+        self.future = asyncio.get_running_loop().create_future()
+
+    def __call__(self, result):
+        self.future.set_result(result)
+
+    def __await__(self):
+        return asyncio.wait_for(asyncio.shield(self.future), 60).__await__()
+
+
+async def soon(condition):
+    """Wait until the condition holds; fails after a minute."""
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110  (what is awaited has no event)
+            await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+def tools():
+    """The helpers above, for test files that can't import this one."""
+    return Tools
+
+
+class Tools:
+    Memory, Site, Outcome = Memory, Site, Outcome
+    soon = staticmethod(soon)
+
+
+@pytest.fixture
+def no_survivors():
+    """No endpoint's thread outlives the test."""
+    yield
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("kvferry-")] == []
+
+
+def sockets():
+    links = []
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
+        try:
+            links.append(os.readlink(f"/proc/self/fd/{name}"))  # noqa: PTH115
+        except FileNotFoundError:  # the descriptor of the listing itself
+            continue
+    return sorted(link for link in links if link.startswith("socket:"))
+
+
+async def open_site(kind, fabric, incarnation, memory, **options):
+    site = Site(memory)
+    loop = asyncio.get_running_loop()
+    if kind == "fake":
+        site.endpoint = fabric.endpoint(memory.regions, incarnation, site.hear)
+    elif kind == "faulty":
+        inner = fabric.endpoint(memory.regions, incarnation, site.hear)
+        site.endpoint = FaultyEndpoint(inner, delay_s=0.001, stall_after=-1, sleep=asyncio.sleep, loop=loop)
+    else:
+        site.endpoint = UcxEndpoint(
+            regions=memory.regions,
+            incarnation=incarnation,
+            on_notify=site.hear,
+            loop=loop,
+            now_s=time.monotonic,
+            transports=kind.removeprefix("ucx-"),
+            batch_bytes=256 * 1024,
+            **options,
+        )
+    return site
+
+
+@pytest.fixture
+async def make_site(no_survivors):
+    """make_site(kind, incarnation, memory): endpoints that are closed at the end, and leave no socket behind."""
+    sites, before = [], sockets()
+    fabric = FakeFabric(
+        loop=asyncio.get_running_loop(), sleep=asyncio.sleep, now_s=time.monotonic, batch_bytes=256 * 1024
+    )
+
+    async def make(kind, incarnation, memory, **options):
+        sites.append(await open_site(kind, fabric, incarnation, memory, **options))
+        return sites[-1]
+
+    yield make
+    for site in sites:
+        await site.endpoint.close()
+    assert sockets() == before

@@ -1,0 +1,50 @@
+"""A target in a process of its own: `python peer_process.py TRANSPORTS INCARNATION SEED`.
+
+Prints its descriptor in hex. At each notification, a JSON list [source pages, target pages], it compares its
+memory, byte by byte, with what a source filled from SEED must have put there, and prints "right" or "wrong".
+Ends when its standard input does.
+"""
+
+import asyncio
+import json
+import sys
+import time
+
+import numpy as np
+from conftest import Memory
+
+from kvferry.transfer.contract import encode_descriptor
+from kvferry.transfer.ucx import UcxEndpoint
+
+
+def verdict(memory, source, payload):
+    source_pages, target_pages = json.loads(payload)
+    for index in range(len(memory.regions) - 1):
+        expected = np.zeros_like(memory.pages(index))
+        expected[target_pages] = source.pages(index)[source_pages]
+        if not np.array_equal(memory.pages(index), expected):
+            return "wrong"
+    return "right"
+
+
+async def main(transports, incarnation, seed):
+    memory, source, loop = Memory(), Memory(seed), asyncio.get_running_loop()
+    endpoint = UcxEndpoint(
+        regions=memory.regions,
+        incarnation=incarnation,
+        on_notify=lambda agent, payload: print(verdict(memory, source, payload), agent, flush=True),
+        loop=loop,
+        now_s=time.monotonic,
+        transports=transports,
+    )
+    endpoint.expect(+1)
+    print(encode_descriptor(endpoint.descriptor()).hex(), flush=True)
+    ended = loop.create_future()
+    loop.add_reader(sys.stdin.fileno(), ended.set_result, None)
+    await ended
+    loop.remove_reader(sys.stdin.fileno())
+    await endpoint.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))

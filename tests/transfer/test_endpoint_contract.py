@@ -1,0 +1,206 @@
+"""What every endpoint promises, run against each: the contract of kvferry.transfer.contract."""
+
+import numpy as np
+import pytest
+
+from kvferry.transfer.contract import TransferError, WriteOutcome, decode_descriptor, encode_descriptor
+from kvferry.transfer.plan import pair, plan_pages, plan_row
+from kvferry.transfer.spans import make_spans, no_spans
+
+KINDS = ["fake", "faulty", "ucx-host", "ucx-tcp"]
+ROUND = 4 * 1024 * 1024
+
+
+@pytest.fixture(params=KINDS)
+async def ends(request, make_site, tools):
+    """(source, target, peer): the source is connected to the target, which expects data."""
+    source = await make_site(request.param, 0x51, tools.Memory(seed=1))
+    target = await make_site(request.param, 0x52, tools.Memory())
+    target.endpoint.expect(+1)
+    descriptor = decode_descriptor(encode_descriptor(target.endpoint.descriptor()))
+    return source, target, await source.endpoint.connect(descriptor)
+
+
+def scattered(count=64):
+    random = np.random.default_rng(2)
+    return random.permutation(80)[:count], random.permutation(80)[:count]
+
+
+def long_spans(size_bytes, page_bytes=4096, pages=80):
+    """The first region's bytes over and over: a write of any length on little memory."""
+    return make_spans(0, 0, 0, 0, [page_bytes * pages] * (size_bytes // (page_bytes * pages)))
+
+
+async def test_scattered_pages_and_a_row_lie_there_when_the_notification_comes(ends, tools):
+    source, target, peer = ends
+    source_pages, target_pages = scattered()
+    pairing = pair(source.memory.regions, target.memory.regions)
+    spans = np.concatenate([plan_pages(pairing, source_pages, target_pages), plan_row(pairing, "metadata", 3, 1)])
+    seen = []
+    target.on_note = lambda: seen.append([array.copy() for array in target.memory.arrays])
+    outcome = tools.Outcome()
+    handle = source.endpoint.write(peer, spans, outcome)
+    result = await outcome
+    source.endpoint.notify(peer, b"all of it")
+    await tools.soon(lambda: seen)
+
+    assert result.outcome is WriteOutcome.FLUSHED and handle.result is result
+    assert result.size_bytes == 64 * 6 * 4096 + 64 and result.wire_s >= 0
+    assert target.notes == [(source.endpoint.descriptor().agent, b"all of it")]
+    for index in range(6):
+        expected = np.zeros_like(target.memory.pages(index))
+        expected[target_pages] = source.memory.pages(index)[source_pages]
+        assert np.array_equal(seen[0][index].reshape(expected.shape), expected)
+    assert np.array_equal(seen[0][6].reshape(4, 64)[1], source.memory.arrays[6].reshape(4, 64)[3])
+    assert not seen[0][6].reshape(4, 64)[[0, 2, 3]].any()
+
+
+async def test_writes_to_one_peer_end_in_order_and_notes_follow_them(ends, tools):
+    source, target, peer = ends
+    ended = []
+    for number in range(12):
+        spans = make_spans(0, 0, number * 4096, number * 4096, [4096])
+        source.endpoint.write(peer, spans, lambda result, number=number: ended.append((number, result.outcome)))
+    await tools.soon(lambda: len(ended) == 12)
+    for number in range(5):
+        source.endpoint.notify(peer, bytes([number]))
+    await tools.soon(lambda: len(target.notes) == 5)
+    assert ended == [(number, WriteOutcome.FLUSHED) for number in range(12)]
+    assert [payload for _, payload in target.notes] == [bytes([number]) for number in range(5)]
+
+
+async def test_an_empty_write_ends_flushed(ends, tools):
+    source, _, peer = ends
+    outcome = tools.Outcome()
+    source.endpoint.write(peer, no_spans(), outcome)
+    result = await outcome
+    assert (result.outcome, result.size_bytes) == (WriteOutcome.FLUSHED, 0)
+
+
+async def test_on_end_is_not_called_from_within_write_or_cancel(ends, tools):
+    source, _, peer = ends
+    outcome = tools.Outcome()
+    handle = source.endpoint.write(peer, no_spans(), outcome)
+    source.endpoint.cancel(handle)
+    assert not outcome.future.done() and handle.result is None
+    await outcome
+
+
+async def test_connect_is_idempotent_and_refuses_what_it_can_not_reach(ends):
+    source, target, peer = ends
+    assert await source.endpoint.connect(target.endpoint.descriptor()) is peer
+    with pytest.raises(TransferError):
+        await source.endpoint.connect(source.endpoint.descriptor())
+
+
+async def test_a_span_outside_a_region_posts_nothing(ends, tools):
+    source, target, peer = ends
+    spans = make_spans([0, 0], [0, 0], [0, 0], [0, 80 * 4096 - 1], [4096, 2])
+    with pytest.raises(TransferError, match="span 1"):
+        source.endpoint.write(peer, spans, lambda result: pytest.fail("it ended"))
+    outcome = tools.Outcome()
+    source.endpoint.write(peer, make_spans(1, 1, 0, 0, [1]), outcome)
+    await outcome
+    assert not target.memory.arrays[0].any()
+
+
+async def test_cancel_stops_posting_and_what_was_posted_is_flushed(ends, tools):
+    source, target, peer = ends
+    spans, outcomes = long_spans(64 * ROUND), [tools.Outcome() for _ in range(3)]
+    handles = [source.endpoint.write(peer, spans, outcome) for outcome in outcomes]
+    source.endpoint.cancel(handles[0])
+    source.endpoint.cancel(handles[2])
+    first, third = await outcomes[0], await outcomes[2]
+    assert first.outcome is WriteOutcome.CANCELLED and first.size_bytes < spans["length"].sum()
+    assert (third.outcome, third.size_bytes) == (WriteOutcome.CANCELLED, 0)
+    source.endpoint.cancel(handles[1])
+    await outcomes[1]
+    source.endpoint.cancel(handles[1])  # late news
+    after = tools.Outcome()
+    source.endpoint.write(peer, make_spans(2, 2, 0, 0, [4096]), after)
+    assert (await after).outcome is WriteOutcome.FLUSHED
+    assert np.array_equal(target.memory.arrays[2][:4096], source.memory.arrays[2][:4096])
+
+
+async def test_disconnect_breaks_what_is_unfinished(ends, tools):
+    source, target, peer = ends
+    outcomes = [tools.Outcome() for _ in range(2)]
+    for outcome in outcomes:
+        source.endpoint.write(peer, long_spans(64 * ROUND), outcome)
+    await source.endpoint.disconnect(peer)
+    assert [(await outcome).outcome for outcome in outcomes] == [WriteOutcome.BROKEN] * 2
+    late = tools.Outcome()
+    source.endpoint.write(peer, long_spans(ROUND), late)
+    assert (await late).outcome is WriteOutcome.BROKEN
+    again, outcome = await source.endpoint.connect(target.endpoint.descriptor()), tools.Outcome()
+    source.endpoint.write(again, long_spans(ROUND), outcome)
+    assert (await outcome).outcome is WriteOutcome.FLUSHED
+
+
+async def test_a_target_that_closes_breaks_the_writes_to_it(ends, tools):
+    source, target, peer = ends
+    ready = tools.Outcome()
+    source.endpoint.write(peer, long_spans(ROUND), ready)
+    await ready
+    outcome = tools.Outcome()
+    source.endpoint.write(peer, long_spans(512 * ROUND), outcome)
+    await target.endpoint.close()
+    result = await outcome
+    assert result.outcome is WriteOutcome.BROKEN and result.error
+
+
+async def test_close_ends_unfinished_writes_and_refuses_new_ones(ends, tools):
+    source, _, peer = ends
+    outcomes = [tools.Outcome() for _ in range(2)]
+    handles = [source.endpoint.write(peer, long_spans(64 * ROUND), outcome) for outcome in outcomes]
+    await source.endpoint.close()
+    assert [handle.result.outcome for handle in handles] == [WriteOutcome.BROKEN] * 2
+    await source.endpoint.close()  # once more is safe
+    with pytest.raises(TransferError, match="closed"):
+        source.endpoint.write(peer, no_spans(), tools.Outcome())
+    source.endpoint.cancel(handles[0])
+    source.endpoint.expect(-1)
+
+
+async def test_two_sources_write_to_one_target(ends, make_site, request, tools):
+    source, target, peer = ends
+    kind = request.node.callspec.params["ends"]
+    other = await make_site(kind, 0x53, tools.Memory(seed=9))
+    second = await other.endpoint.connect(target.endpoint.descriptor())
+    outcomes = [tools.Outcome() for _ in range(2)]
+    source.endpoint.write(peer, make_spans(0, 0, 0, 0, [40 * 4096]), outcomes[0])
+    other.endpoint.write(second, make_spans(0, 0, 0, 40 * 4096, [40 * 4096]), outcomes[1])
+    assert [(await outcome).outcome for outcome in outcomes] == [WriteOutcome.FLUSHED] * 2
+    source.endpoint.notify(peer, b"1")
+    other.endpoint.notify(second, b"2")
+    await tools.soon(lambda: len(target.notes) == 2)
+    agents = [site.endpoint.descriptor().agent for site in (source, other)]
+    assert sorted(target.notes) == [(agents[0], b"1"), (agents[1], b"2")]
+    assert np.array_equal(target.memory.arrays[0][: 40 * 4096], source.memory.arrays[0][: 40 * 4096])
+    assert np.array_equal(target.memory.arrays[0][40 * 4096 :], other.memory.arrays[0][: 40 * 4096])
+
+
+async def test_a_descriptor_of_another_backend_is_refused(make_site, tools):
+    fake = await make_site("fake", 1, tools.Memory())
+    host = await make_site("ucx-host", 2, tools.Memory())
+    tcp = await make_site("ucx-tcp", 3, tools.Memory())
+    for here, there, words in (
+        (fake, host, "backend is 'ucx' there, 'fake' here"),
+        (host, fake, "backend is 'fake' there, 'ucx' here"),
+        (host, tcp, "transports are 'tcp' there, 'host' here"),
+    ):
+        with pytest.raises(TransferError, match=words):
+            await here.endpoint.connect(there.endpoint.descriptor())
+
+
+async def test_what_is_not_a_descriptor_is_refused():
+    with pytest.raises(TransferError, match="not a descriptor"):
+        decode_descriptor(b"\x93nope")
+
+
+async def test_proofs_are_those_of_the_transport(make_site, tools):
+    proofs = {}
+    for number, kind in enumerate(("ucx-host", "ucx-tcp")):
+        endpoint = (await make_site(kind, number, tools.Memory())).endpoint
+        proofs[kind] = (endpoint.proofs.drained, endpoint.proofs.exited, endpoint.proofs.revoked)
+    assert proofs == {"ucx-host": (True, True, False), "ucx-tcp": (True, False, True)}

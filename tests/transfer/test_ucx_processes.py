@@ -1,0 +1,158 @@
+"""The `ucx` backend between two real processes: bytes, and what happens when the target is killed or stopped."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvferry.transfer.contract import TransferError, WriteOutcome, decode_descriptor
+from kvferry.transfer.plan import pair, plan_pages
+from kvferry.transfer.spans import make_spans
+
+SEED = 5
+REGION_BYTES = 80 * 4096
+
+
+@pytest.fixture
+async def start_target(make_site):
+    """start_target(transports, incarnation): a target process and its descriptor. None outlives the test."""
+    started = []
+
+    async def start(transports, incarnation):
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            str(Path(__file__).with_name("peer_process.py")),
+            transports,
+            str(incarnation),
+            str(SEED),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        )
+        started.append(process)
+        line = await asyncio.wait_for(process.stdout.readline(), 60)
+        return process, decode_descriptor(bytes.fromhex(line.decode()))
+
+    yield start
+    for process in started:
+        if process.returncode is None:
+            process.kill()
+        process.stdin.close()
+        await process.wait()
+        process._transport.close()
+
+
+@pytest.fixture(params=["host", "tcp"])
+def transports(request):
+    return request.param
+
+
+@pytest.fixture
+async def source(make_site, transports, tools):
+    return await make_site(f"ucx-{transports}", 0xA, tools.Memory(SEED))
+
+
+def huge(count=4096):
+    """A write that takes seconds: one region, over and over."""
+    return make_spans(0, 0, 0, 0, [REGION_BYTES] * count)
+
+
+async def warm(source, peer, tools):
+    """A first write sets the connection up."""
+    outcome = tools.Outcome()
+    source.endpoint.write(peer, make_spans(0, 0, 0, 0, [4096]), outcome)
+    assert (await outcome).outcome is WriteOutcome.FLUSHED
+
+
+async def test_64_scattered_pages_are_right_when_the_notification_comes(source, start_target, transports, tools):
+    process, descriptor = await start_target(transports, 0xB)
+    peer = await source.endpoint.connect(descriptor)
+    random = np.random.default_rng(3)
+    source_pages, target_pages = random.permutation(80)[:64], random.permutation(80)[:64]
+    outcome = tools.Outcome()
+    spans = plan_pages(pair(source.memory.regions, descriptor.regions), source_pages, target_pages)
+    source.endpoint.write(peer, spans, outcome)
+    result = await outcome
+    assert (result.outcome, result.size_bytes) == (WriteOutcome.FLUSHED, 64 * 6 * 4096)
+    source.endpoint.notify(peer, json.dumps([source_pages.tolist(), target_pages.tolist()]).encode())
+    answer = await asyncio.wait_for(process.stdout.readline(), 60)
+    assert answer.decode().split() == ["right", "kvferry-000000000000000a-0"]
+    process.stdin.close()
+    assert await process.wait() == 0
+
+
+async def test_a_target_killed_in_mid_write_breaks_it_and_its_successor_is_served(
+    source, start_target, transports, tools
+):
+    process, descriptor = await start_target(transports, 0xB)
+    peer = await source.endpoint.connect(descriptor)
+    await warm(source, peer, tools)
+    first, second = tools.Outcome(), tools.Outcome()
+    source.endpoint.write(peer, huge(), first)
+    source.endpoint.write(peer, huge(1), second)
+    process.kill()
+    await process.wait()
+    broken = await first
+    assert broken.outcome is WriteOutcome.BROKEN and broken.error and broken.size_bytes < 4096 * REGION_BYTES
+    assert (await second).outcome is WriteOutcome.BROKEN
+    if transports == "host":
+        with pytest.raises(TransferError, match="can't reach the memory"):
+            await source.endpoint.connect(descriptor)
+    _, successor = await start_target(transports, 0xC)
+    assert successor.agent != descriptor.agent
+    await warm(source, await source.endpoint.connect(successor), tools)
+
+
+@pytest.mark.parametrize("transports", ["host"], indirect=True)
+async def test_on_one_host_a_stopped_target_is_written_to_all_the_same(source, start_target, transports, tools):
+    process, descriptor = await start_target(transports, 0xB)
+    peer = await source.endpoint.connect(descriptor)
+    await warm(source, peer, tools)
+    process.send_signal(signal.SIGSTOP)
+    outcome = tools.Outcome()
+    source.endpoint.write(peer, huge(4), outcome)
+    assert (await outcome).outcome is WriteOutcome.FLUSHED
+
+
+@pytest.mark.parametrize("transports", ["tcp"], indirect=True)
+async def test_over_tcp_a_cancelled_write_to_a_stopped_target_ends_only_when_it_is_flushed(
+    source, start_target, transports, tools
+):
+    process, descriptor = await start_target(transports, 0xB)
+    peer = await source.endpoint.connect(descriptor)
+    await warm(source, peer, tools)
+    process.send_signal(signal.SIGSTOP)
+    outcome = tools.Outcome()
+    handle = source.endpoint.write(peer, huge(), outcome)
+    await asyncio.sleep(0.1)  # the window fills
+    source.endpoint.cancel(handle)
+    await asyncio.sleep(0.1)
+    assert not outcome.future.done()
+    process.send_signal(signal.SIGCONT)
+    result = await outcome
+    # What was posted when the target stood still: more than nothing, at most the window.
+    assert result.outcome is WriteOutcome.CANCELLED
+    assert 0 < result.size_bytes <= 256 * 1024
+
+
+@pytest.mark.parametrize("transports", ["tcp"], indirect=True)
+async def test_over_tcp_disconnect_and_close_do_not_wait_for_a_stopped_target(source, start_target, transports, tools):
+    process, descriptor = await start_target(transports, 0xB)
+    peer = await source.endpoint.connect(descriptor)
+    await warm(source, peer, tools)
+    process.send_signal(signal.SIGSTOP)
+    outcome = tools.Outcome()
+    source.endpoint.write(peer, huge(), outcome)
+    await asyncio.sleep(0.1)
+    await source.endpoint.disconnect(peer)
+    await asyncio.sleep(0.1)
+    assert not outcome.future.done()  # its bytes are under way, so the source pages are not free
+    with pytest.raises(TransferError, match="have not ended"):
+        await source.endpoint.connect(descriptor)
+    await source.endpoint.close()
+    assert (await outcome).outcome is WriteOutcome.BROKEN
