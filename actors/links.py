@@ -10,45 +10,23 @@ this host. Then the pidfd has a heartbeat's time to say that it has exited.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
-from dataclasses import dataclass
+from collections import Counter
 
 from kvferry.actors.carrier import Carrier, Path, PidWatch
 from kvferry.actors.exits import Exits
-from kvferry.actors.ports import Clock, LinkHandler, LostReason, Random
+from kvferry.actors.link_queue import Exited, Link, LinkQueue
+from kvferry.actors.ports import Clock, LinkHandler, Random
 from kvferry.actors.settings import LinkSettings
 from kvferry.protocol.errors import IllegalEvent
 from kvferry.protocol.frames import Ack, Data, Frame, Hello, NotMe, Welcome, decode_frame, encode_frame
-from kvferry.protocol.link import Answered, Delivered, Ending, LinkLimits, LinkSession, LinkState, Lost, Up
-from kvferry.protocol.messages import Address, BadFrame, Message, decode, encode
+from kvferry.protocol.link import Answered, LinkLimits, LinkSession, Lost, Up
+from kvferry.protocol.link_table import Ending, LinkState
+from kvferry.protocol.messages import Address, BadFrame, Message, encode
 
 #: The least time between two timer runs, so that a deadline lost in rounding can't spin the loop.
 TICK_FLOOR_S = 0.001
 #: Incarnations whose count of dials is remembered, to tell a late Hello from a new one.
 DIALS_KEPT = 4096
-
-
-@dataclass(eq=False)
-class _Link:
-    session: LinkSession
-    path: Path | None = None  # where our frames go; None while it is broken
-    dialled: Path | None = None  # the path that we made, to be given up at the end
-    redial_at_s: float | None = None
-    dialled_at_s: float = 0.0
-    refused_at_s: float | None = None  # when a refusal becomes the end, unless the kernel says more before
-    dropped: bool = False  # from this side: what still lies in the queue is not wanted
-
-    @property
-    def peer(self) -> Address:
-        return self.session.peer
-
-
-@dataclass(frozen=True)
-class _Exited:
-    """An event of the queue: the kernel says that the process has ended."""
-
-
-_QueueEvent = Up | Delivered | Lost | _Exited
 
 
 class LinkLayer:
@@ -63,15 +41,13 @@ class LinkLayer:
         self._limits = LinkLimits(settings.heartbeat_s, settings.silence_s, settings.resend_s, settings.window)
         self._address = Address(name, carrier.endpoint, incarnation, host, pid)
         self._exits = Exits(pid_watch, host, self._peer_exited)
-        self._links: dict[int, _Link] = {}
-        self._by_session: dict[int, _Link] = {}
-        self._by_path: dict[Path, _Link] = {}
+        self._links: dict[int, Link] = {}
+        self._by_session: dict[int, Link] = {}
+        self._by_path: dict[Path, Link] = {}
         self._dials = 0
         self._dials_heard: dict[int, int] = {}
-        self._queue: deque[tuple[_QueueEvent, Address, _Link | None]] = deque()
-        self._drain_soon = False
-        self._dirty: dict[int, _Link] = {}
-        self._handler: LinkHandler | None = None
+        self._queue = LinkQueue(self.counts, self._mailbox_full)
+        self._dirty: dict[int, Link] = {}
         self._timer: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._closed = False
@@ -84,9 +60,9 @@ class LinkLayer:
 
     async def start(self, handler: LinkHandler) -> None:
         """Take frames from now on. Raises IllegalEvent when called twice or after `close`."""
-        if self._handler is not None or self._closed:
+        if self._queue.handler is not None or self._closed:
             raise IllegalEvent(f"links of {self._address.name}: start is called once, before close")
-        self._handler = handler
+        self._queue.handler = handler
         self._carrier.start(self)
         self._timer = asyncio.get_running_loop().create_task(self._run_timers(), name=f"links of {self._address.name}")
 
@@ -97,12 +73,12 @@ class LinkLayer:
         if address.incarnation in self._links:
             return
         if self._exits.has_ended(address.incarnation):
-            self._enqueue(Lost(Ending.EXITED), address, None)
+            self._queue.put(Lost(Ending.EXITED), address, None)
             return
         self._dials += 1
         session_id, now_s = self._random.bits(64), self._clock.now_s()
         session = LinkSession.dial(session_id, self._address, address, self._dials, self._limits, now_s)
-        link = _Link(session)
+        link = Link(session)
         self._add(link)
         self._connect(link, now_s)
         self._touch(link)
@@ -138,7 +114,7 @@ class LinkLayer:
             self._end(link, Ending.CLOSED)
         self._exits.close()
         try:
-            self._drain()
+            self._queue.drain()
         finally:
             await self._carrier.close()
 
@@ -210,7 +186,7 @@ class LinkLayer:
 
     def _accept(self, path: Path, hello: Hello, now_s: float) -> None:
         self._heard_dial(hello.sender.incarnation, hello.dial)
-        link = _Link(LinkSession.accept(hello, self._address, self._dials, self._limits, now_s))
+        link = Link(LinkSession.accept(hello, self._address, self._dials, self._limits, now_s))
         self._add(link)
         self._use(link, path)
         self._after(link)
@@ -228,7 +204,7 @@ class LinkLayer:
             self._heard_dial(frame.sender.incarnation, frame.dial)
         self._receive(link, frame, self._clock.now_s())
 
-    def _receive(self, link: _Link, frame: Frame, now_s: float) -> None:
+    def _receive(self, link: Link, frame: Frame, now_s: float) -> None:
         link.session.receive(frame, now_s)
         self._after(link)
 
@@ -243,17 +219,17 @@ class LinkLayer:
 
     # --- sessions and paths ---------------------------------------------------------------------------------
 
-    def _add(self, link: _Link) -> None:
+    def _add(self, link: Link) -> None:
         self._links[link.peer.incarnation] = link
         self._by_session[link.session.session] = link
         self._wake.set()
 
-    def _connect(self, link: _Link, now_s: float) -> None:
+    def _connect(self, link: Link, now_s: float) -> None:
         link.dialled = self._carrier.connect(link.peer.endpoint)
         link.dialled_at_s, link.redial_at_s = now_s, None
         self._use(link, link.dialled)
 
-    def _use(self, link: _Link, path: Path) -> None:
+    def _use(self, link: Link, path: Path) -> None:
         before = link.path
         if before is not None and before not in (path, link.dialled):
             self._by_path.pop(before, None)
@@ -261,7 +237,7 @@ class LinkLayer:
         link.path, link.refused_at_s, link.redial_at_s = path, None, None
         self._by_path[path] = link
 
-    def _redial(self, link: _Link, now_s: float) -> None:
+    def _redial(self, link: Link, now_s: float) -> None:
         """Dial again: at once the first time, and then not more often than `resend_s`."""
         at_s = link.dialled_at_s + self._settings.resend_s
         if now_s < at_s:
@@ -271,17 +247,17 @@ class LinkLayer:
         link.session.say_hello(now_s)
         self._touch(link)
 
-    def _end(self, link: _Link, ending: Ending) -> None:
+    def _end(self, link: Link, ending: Ending) -> None:
         link.session.end(ending, self._clock.now_s())
         self._after(link)
 
-    def _after(self, link: _Link) -> None:
+    def _after(self, link: Link) -> None:
         """Queue what the session has to tell, and let go of it when it is over."""
         for event in link.session.take_events():
             if isinstance(event, Answered):
                 self._exits.answered(link.peer.incarnation)
                 continue
-            self._enqueue(event, link.peer, link)
+            self._queue.put(event, link.peer, link)
             if isinstance(event, Up) and self._exits.observe(link.peer):
                 link.session.ask(self._clock.now_s())
             if isinstance(event, Lost):
@@ -289,7 +265,7 @@ class LinkLayer:
         if link.session.state is not LinkState.OVER:
             self._touch(link)
 
-    def _forget(self, link: _Link) -> None:
+    def _forget(self, link: Link) -> None:
         self._transmit(link)
         del self._links[link.peer.incarnation]
         del self._by_session[link.session.session]
@@ -303,11 +279,11 @@ class LinkLayer:
         link = self._links.get(peer.incarnation)
         if link is not None:
             self._end(link, Ending.EXITED)
-        self._enqueue(_Exited(), peer, None)
+        self._queue.put(Exited(), peer, None)
 
     # --- sending --------------------------------------------------------------------------------------------
 
-    def _touch(self, link: _Link) -> None:
+    def _touch(self, link: Link) -> None:
         """Send what the session has, at the end of this turn of the loop: so one frame takes what one turn says."""
         if not self._dirty:
             asyncio.get_running_loop().call_soon(self._flush)
@@ -318,58 +294,18 @@ class LinkLayer:
         for link in dirty.values():
             self._transmit(link)
 
-    def _transmit(self, link: _Link) -> None:
+    def _transmit(self, link: Link) -> None:
         if link.path is not None:
             for frame in link.session.collect(self._clock.now_s()):
                 self._carrier.send(link.path, encode_frame(frame))
 
-    # --- the handler ----------------------------------------------------------------------------------------
-
     def _check_started(self, what: str) -> None:
-        if self._handler is None or self._closed:
+        if self._queue.handler is None or self._closed:
             raise IllegalEvent(f"{what}: the links of {self._address.name} are not started, or are closed")
 
-    def _enqueue(self, event: _QueueEvent, peer: Address, link: _Link | None) -> None:
-        self._queue.append((event, peer, link))
-        self._schedule_drain()
-
-    def _schedule_drain(self) -> None:
-        """The handler is called in a turn of its own, never from inside a call that it made."""
-        if not self._drain_soon:
-            self._drain_soon = True
-            asyncio.get_running_loop().call_soon(self._drain)
-
-    def _drain(self) -> None:
-        self._drain_soon = False
-        try:
-            while self._queue:
-                self._hand_over(*self._queue.popleft())
-        finally:
-            if self._queue:  # the handler raised: the loop reports it, and the rest is not lost
-                self._schedule_drain()
-
-    def _hand_over(self, event: _QueueEvent, peer: Address, link: _Link | None) -> None:
-        assert self._handler is not None
-        if isinstance(event, Up):
-            self._handler.on_link_up(peer)
-        elif isinstance(event, Lost):
-            self._handler.on_link_lost(peer, LostReason(event.ending.value))
-        elif isinstance(event, _Exited):
-            self._handler.on_exited(peer)
-        elif link is not None and not link.dropped:
-            self._deliver(link, event.payload)
-
-    def _deliver(self, link: _Link, payload: bytes) -> None:
-        assert self._handler is not None
-        try:
-            message = decode(payload)
-        except BadFrame:
-            self.counts["undecodable_message"] += 1
-            return
-        if not self._handler.on_message(link.peer, message):
-            self.counts["mailbox_full"] += 1
-            link.dropped = True
-            self._end(link, Ending.OVERFLOW)
+    def _mailbox_full(self, link: Link) -> None:
+        link.dropped = True
+        self._end(link, Ending.OVERFLOW)
 
     # --- timers ---------------------------------------------------------------------------------------------
 

@@ -48,7 +48,10 @@ class RankTable:
             rank, size = getattr(info, f"{name}_rank"), getattr(info, f"{name}_size")
             if not 0 <= rank < size:
                 return RegistrationRefused(f"{name}_rank is {rank}; allowed: 0 to {size - 1}", retry=False)
-        for other in self.ranks.values():
+        for place, other in self.ranks.items():
+            if other.address.incarnation == info.address.incarnation and place != place_of(info):
+                text = f"process {info.address.incarnation:016x} is {other.instance} rank {place[1:]} already"
+                return RegistrationRefused(text, retry=False)
             if problem := _mismatch(info, other):
                 return RegistrationRefused(problem, retry=False)
         return None

@@ -383,6 +383,10 @@ class Decode(Leader):
                 self._fail(room, ReceiverEvent.EXPIRED, text, room.prefill.name, "deadline_exceeded")
 
     def report_progress(self) -> None:
+        for room in self.leg_rooms():
+            # Proof comes over a link: if prefill still lives, a new session answers (see `link_up`).
+            if room.machine.state is ReceiverState.RELEASING:
+                self.network.dial(room.prefill)
         for position, room_id in enumerate(self.waiting):
             room = self.rooms[room_id]
             news = self.progress(room, "queued", position=position + 1)

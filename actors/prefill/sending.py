@@ -35,6 +35,9 @@ class ChunkWriter:
             return f"prefix_tokens is {destination.prefix_tokens}; allowed: 0"
         if target not in self._pairings:
             self._pairings[target] = pair(self._regions, target)
+        # Pages and slot are the peer's word: they are tried here, so that a bad one fails this room and no more.
+        plan_pages(self._pairings[target], np.arange(needed), _ids(destination.pages[:needed]))
+        plan_row(self._pairings[target], "metadata", 0, destination.metadata_slot)
         return None
 
     def plan(self, room: PrefillRoom, last: bool) -> tuple[Spans, int, int]:

@@ -39,6 +39,7 @@ from kvferry.protocol.outcome import Outcome
 from kvferry.protocol.room import RoomMachine
 
 ROOM_MAILBOX = 4096
+REDIAL_S = 1.0
 _ROOM_MESSAGES = (
     Opened, Admitted, Progress, PrefillDone, Received, Drained, Committed, Failed, AbortAck, UnknownRoom,
 )  # fmt: skip
@@ -104,6 +105,7 @@ class Router(Actor):
         self._limits = Limits(
             limits.admission_wait_s, limits.prefill_wait_s, limits.transfer_wait_s, limits.no_progress_s
         )
+        self._redial_at_s = 0.0
         self._durations_s: deque[float] = deque(maxlen=64)
         self._on_message = {Roster: self._new_roster}
         self._on_message |= dict.fromkeys(_ROOM_MESSAGES, self._room_message)
@@ -153,6 +155,9 @@ class Router(Actor):
 
     def tick(self, now_s: float) -> None:
         self.membership.tick(now_s)
+        if now_s >= self._redial_at_s:  # a link may break while the roster stays as it is
+            self._redial_at_s = now_s + REDIAL_S
+            self._dial_leaders()
         for guest in self.guests.values():
             guest.room.post(RoomTick())
 
@@ -168,7 +173,10 @@ class Router(Actor):
     def _new_roster(self, _registry: Address, roster: Roster) -> None:
         self.membership.accepted = True
         self.roster = roster
-        for address in leaders(roster.ranks):
+        self._dial_leaders()
+
+    def _dial_leaders(self) -> None:
+        for address in leaders(self.roster.ranks):
             self.network.dial(address)
 
     def _room_message(self, peer: Address, message: Any) -> None:

@@ -21,6 +21,7 @@ from kvferry.sim.loop import run
 from kvferry.sim.network import SimFaults, SimNetwork
 
 SETTINGS = LinkSettings(heartbeat_s=0.1, silence_s=1.0, resend_s=0.05, window=64)
+PATIENT = LinkSettings(window=64)
 
 
 class Recorder:
@@ -73,24 +74,24 @@ class Recorder:
 
 
 class World(Protocol):
-    async def open(self, name: str, settings: LinkSettings = SETTINGS, endpoint: str = "") -> LinkLayer: ...
+    async def open(self, name: str, *, endpoint: str = "") -> LinkLayer: ...
 
 
 class SimWorld:
     def __init__(self) -> None:
         self.network = SimNetwork(seed=1)
 
-    async def open(self, name: str, settings: LinkSettings = SETTINGS, endpoint: str = "") -> LinkLayer:
-        return self.network.open(name, settings, endpoint=endpoint)
+    async def open(self, name: str, *, endpoint: str = "") -> LinkLayer:
+        return self.network.open(name, SETTINGS, endpoint=endpoint)
 
 
 class ZmqWorld:
-    """All in one process, so no exits are watched."""
+    """All in one process, so no exits are watched. On a real clock the silence limit has to outlast a busy machine."""
 
-    async def open(self, name: str, settings: LinkSettings = SETTINGS, endpoint: str = "") -> LinkLayer:
+    async def open(self, name: str, *, endpoint: str = "") -> LinkLayer:
         carrier = ZmqCarrier("127.0.0.1", port=int(endpoint.rsplit(":", 1)[1]) if endpoint else 0)
         random = SystemRandom()
-        return LinkLayer(carrier, name, random.bits(64), settings, SystemClock(), random, None, "", os.getpid())
+        return LinkLayer(carrier, name, random.bits(64), PATIENT, SystemClock(), random, None, "", os.getpid())
 
 
 Scenario = Callable[[World], Coroutine[Any, Any, None]]
@@ -107,9 +108,9 @@ def _on_zmq(scenario: Scenario) -> None:
 both = pytest.mark.parametrize("carried", [_on_sim, _on_zmq], ids=["sim", "zmq"])
 
 
-async def pair(world: World, settings: LinkSettings = SETTINGS) -> tuple[LinkLayer, Recorder, LinkLayer, Recorder]:
+async def pair(world: World) -> tuple[LinkLayer, Recorder, LinkLayer, Recorder]:
     """Two processes with an open link, dialled by the first."""
-    a, b, ra, rb = await world.open("a", settings), await world.open("b", settings), Recorder(), Recorder()
+    a, b, ra, rb = await world.open("a"), await world.open("b"), Recorder(), Recorder()
     await a.start(ra)
     await b.start(rb)
     a.dial(b.address)
@@ -325,7 +326,9 @@ def now_s() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def sim_pair(sim: SimNetwork, hosts: tuple[str, str] = ("h", "h")) -> tuple[LinkLayer, Recorder, LinkLayer, Recorder]:
+async def sim_pair(
+    sim: SimNetwork, hosts: tuple[str, str] = ("h", "h")
+) -> tuple[LinkLayer, Recorder, LinkLayer, Recorder]:
     a, b, ra, rb = sim.open("a", SETTINGS, hosts[0]), sim.open("b", SETTINGS, hosts[1]), Recorder(), Recorder()
     await a.start(ra)
     await b.start(rb)
@@ -417,7 +420,7 @@ def test_a_kill_on_another_host_is_a_refusal_and_no_proof() -> None:
 def test_a_stopped_process_is_silent_not_exited_and_its_exit_comes_when_it_ends() -> None:
     async def main() -> None:
         sim = SimNetwork(6)
-        a, ra, b, rb = await sim_pair(sim)
+        _, ra, b, rb = await sim_pair(sim)
         await asyncio.sleep(0.5)
         sim.stop(b.address)
         assert await ra.until_lost() is LostReason.SILENT

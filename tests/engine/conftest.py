@@ -12,6 +12,8 @@ from kvferry.engine.text import TokenizerTexts
 from kvferry.engine.tokenizer import ChatTokenizer
 from kvferry.engine.torch_engine import TorchEngine
 
+torch.set_num_threads(1)  # the machine's few cores are shared, and more threads only wait for each other
+
 
 @pytest.fixture(scope="session")
 def loaded():

@@ -41,15 +41,15 @@ PARAGRAPHS = (
     "the angle, because the sun has moved. She does this in a dark hive, where the sun can't be seen at all.",
     "Once there was a clockmaker who could not bear to be late. He set every clock in his shop five minutes ahead, "
     "and when he got used to that, ten. In the end the whole town ran by his windows, and was early for everything, "
-    "and had to wait. \"It is the fault of the others,\" said the clockmaker, \"who are always on time.\"",
+    'and had to wait. "It is the fault of the others," said the clockmaker, "who are always on time."',
     "The lighthouse on the cape was built in 1868 out of granite that had to be landed by boat. It took four summers. "
     "Its first lamp burned rape seed oil, its second paraffin, and since 1931 it has been electric. The light can be "
     "seen from 19 sea miles away: two flashes, then nine seconds of darkness. Its last keeper left in 1984 and took "
     "with him only a chair, a radio and the cat.",
-    "Salt was once worth walking for. The road from the coast to the mines in the hills is nine days long, and along it "
-    "stand forty wells, each a day's walk from the next for a loaded camel and half a day's for a man alone. Whoever "
-    "dug them kept no records, but the ropes have worn grooves in the stone, and from the depth of the grooves one "
-    "can guess how many buckets were drawn: at the third well, some two million.",
+    "Salt was once worth walking for. The road from the coast to the mines in the hills is nine days long, and along "
+    "it stand forty wells, each a day's walk from the next for a loaded camel and half a day's for a man alone. "
+    "Whoever dug them kept no records, but the ropes have worn grooves in the stone, and from the depth of the grooves "
+    "one can guess how many buckets were drawn: at the third well, some two million.",
     "Dear Anna, thank you for the parcel. The boots fit, the book is already half read, and the cake arrived in a "
     "state that we agreed to call crumbs and ate with spoons. We have had snow since the second of November. The "
     "road is open twice a week, on Mondays and Thursdays, if the plough starts. Please send candles, batteries, and "

@@ -26,7 +26,7 @@ def full_logits(loaded, sequences):
 def paged_logits(adapter, sequences):
     """Logits of every position that we ask for: chunks packed across sequences, then decoding together."""
     pool = adapter.pool(pages=20, page_size=4, metadata_rows=1)
-    fed, got, step = [0, 0, 0], [{}, {}, {}], 0
+    fed, got = [0, 0, 0], [{}, {}, {}]
     for turn in range(3 + 5):
         parts = []
         for key, ids in enumerate(sequences):
@@ -38,10 +38,9 @@ def paged_logits(adapter, sequences):
                 part = ids[fed[key] : fed[key] + count]
                 parts.append(Sequence(key, tuple(part), fed[key], TABLES[key], WANT))
                 fed[key] += count
-        tensors = build(StepPlan(step, tuple(parts)), 4)
+        tensors = build(StepPlan(turn, tuple(parts)), 4)
         for row, wanted in zip(adapter.forward(tensors, pool), tensors.wanted, strict=True):
             got[parts[wanted].key][fed[parts[wanted].key] - 1] = row
-        step += 1
     return got
 
 

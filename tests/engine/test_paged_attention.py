@@ -106,8 +106,6 @@ def test_the_triton_kernel_compiles_without_a_gpu(dtype, capability):
     constants = {"GROUP": 3, "ROWS": 16, "PAGE": 16, "D": 128, "UPCAST": False}
     ordered = {name: signature[name] for name in paged_decode_kernel.arg_names}
     source = ASTSource(paged_decode_kernel, ordered, constexprs=constants)
-    compiled = triton.compile(
-        source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": True}
-    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": True})
     assert compiled.metadata.shared < 160 * 1024
     assert f"sm_{capability}" in compiled.asm["ptx"]

@@ -30,6 +30,9 @@ PROBE_AFTER_S = (0.0, 0.005, 0.05)
 _BROKEN = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _BROKEN |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
+#: Begins the names of dialled paths. No routing id begins so: with a leading 0 they have five bytes.
+_DIALLED = b"\0dialled "
+
 
 class _Pump:
     """Reads one plain socket from the loop and gives each message to `take`."""
@@ -141,7 +144,7 @@ class ZmqCarrier:
 
     def connect(self, endpoint: str) -> Path:
         self._dials += 1
-        path: Path = b"\0dialled %d" % self._dials  # never a routing id: with a leading 0 those have 5 bytes
+        path: Path = _DIALLED + b"%d" % self._dials
         self._dialled[path] = _Dialled(
             self._context, endpoint, partial(self._arrived, path), partial(self._dialled_down, path)
         )
@@ -155,7 +158,9 @@ class ZmqCarrier:
             except zmq.Again:
                 self.counts["dropped_full"] += 1
             dialled.pump.look()
-        elif not self._closed:
+        elif path.startswith(_DIALLED) or self._closed:
+            self.counts["dropped_down"] += 1
+        else:
             self._accepted.add(path)
             self._send_accepted(path, data)
             self._look()

@@ -25,8 +25,8 @@ _FULL = "full_attention"
 _SUPPORTED = "a causal model whose layers are all full_attention with K and V per token (Llama, Qwen2, Qwen3 …)"
 
 
-class LayerCall(Exception):
-    """Not an error of the user's: carries an unsupported attention argument out of a forward."""
+class _Unsupported(Exception):
+    """A layer asked for something that our attention does not do; the probe turns it into a ConfigError."""
 
 
 def _attention(
@@ -44,7 +44,7 @@ def _attention(
     """transformers' attention signature: query [1, Hq, T, D], key and value [1, Hkv, T, D] to [1, T, Hq, D]."""
     unsupported = [name for name in _UNSUPPORTED_ARGUMENTS if arguments.get(name) is not None]
     if unsupported or attention_mask is not None:
-        raise LayerCall(f"layer {module.layer_idx} asks for {', '.join(unsupported) or 'a mask'}")
+        raise _Unsupported(f"layer {module.layer_idx} asks for {', '.join(unsupported) or 'a mask'}")
     layer = module.layer_idx
     out = attend(
         query[0].transpose(0, 1).contiguous(),
@@ -101,7 +101,7 @@ class Adapter:
         try:
             self._model.set_attn_implementation(_NAME)
             self.forward(build(StepPlan(step=0, sequences=(sequence,)), 2), pool)
-        except (LayerCall, RuntimeError, TypeError, ValueError) as error:
+        except (_Unsupported, RuntimeError, TypeError, ValueError) as error:
             raise ConfigError("model.model", f"{name} ({error})", _SUPPORTED) from error
         silent = [at for at, pair in enumerate(zip(pool.k, pool.v, strict=True)) if any(p.isnan().any() for p in pair)]
         if silent:

@@ -7,6 +7,7 @@ is one item of one region. The metadata rows of requests lie in the same arena, 
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 from math import prod
 
 import torch
@@ -26,7 +27,7 @@ class Arena:
 
     def __init__(self, size_bytes: int) -> None:
         self._map = mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages says EINVAL; small pages do as well
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self._used = 0

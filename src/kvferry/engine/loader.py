@@ -21,6 +21,8 @@ from typing import Any
 import msgspec
 import torch
 import transformers
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors.torch import save_file
 
 from kvferry.engine.gguf import LlamaGguf
@@ -180,9 +182,6 @@ def _safetensors_revision(directory: Path) -> str:
 
 
 def _from_hub(model: str) -> Source:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
     try:
         wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
         directory = Path(snapshot_download(model, allow_patterns=wanted))

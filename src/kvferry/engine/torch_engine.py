@@ -38,12 +38,12 @@ class TorchEngine:
         patches: bool = True,
     ) -> None:
         self._now_s = now_s
-        # torch keeps the number of threads per calling thread, so it is set on the one that computes
-        self._executor = ThreadPoolExecutor(1, "engine", torch.set_num_threads, (threads,))
         if patches:
             apply_cpu_patches(loaded.model)
-        self._adapter = self._executor.submit(Adapter, loaded).result()
+        self._adapter = Adapter(loaded)
         self._pool = self._adapter.pool(pages=pages, page_size=page_size, metadata_rows=metadata_rows)
+        # torch keeps the number of threads per calling thread, so it is set on the one that computes
+        self._executor = ThreadPoolExecutor(1, "engine", torch.set_num_threads, (threads,))
         self._limits = EngineLimits(
             pages=pages,
             page_size=page_size,

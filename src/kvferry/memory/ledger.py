@@ -153,6 +153,8 @@ class PageLedger:
         states = {holding.owner: state_of(holding) for holding in self._holdings.values()}
         for room, pages in tables.items():
             for page in pages:
+                if not 0 <= page < self.total:
+                    raise LedgerError(f"page {page} of room {room} is outside 0 .. {self.total - 1}")
                 if page in seen:
                     raise LedgerError(f"page {page} of room {room} is also {seen[page]}")
                 seen[page] = states.get(room, "held by a room that the ledger does not know")

@@ -18,77 +18,14 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any, ClassVar
 
 from kvferry.protocol.frames import BATCH_BYTES, BATCH_MESSAGES, Ack, Bye, Data, Frame, Hello, NotMe, Welcome
-from kvferry.protocol.machine import IGNORED, Go, Machine, Table
+from kvferry.protocol.link_table import TABLE, Ending, LinkEvent, LinkState
+from kvferry.protocol.machine import Machine
 from kvferry.protocol.messages import Address
 
-
-class LinkState(Enum):
-    CONNECTING = auto()  # dialled; the peer's Welcome is awaited
-    OPEN = auto()
-    OVER = auto()
-
-
-class LinkEvent(Enum):
-    HELLO = auto()  # of this session: the peer takes it up on another path, or our Welcome was lost
-    LOWER_HELLO = auto()  # the peer dials a session of its own, whose id is lower than ours
-    HIGHER_HELLO = auto()  # the same, with a higher id
-    WELCOME = auto()
-    NOT_ME = auto()  # another incarnation answers, or the peer does not have this session
-    DATA = auto()
-    ACK = auto()
-    BYE = auto()
-    STRAY = auto()  # any other frame of another session
-    SEND = auto()  # local: a message to queue
-    END = auto()  # local: closed, silent, overflown, refused, replaced or exited
-
-
-class Ending(Enum):
-    """Why a session is over; the values are those of `kvferry.actors.ports.LostReason`."""
-
-    EXITED = "exited"
-    REPLACED = "replaced"
-    REFUSED = "refused"
-    SILENT = "silent"
-    OVERFLOW = "overflow"
-    CLOSED = "closed"
-
-
 S, E = LinkState, LinkEvent
-
-TABLE: Table[LinkState, LinkEvent] = {
-    S.CONNECTING: {
-        E.HELLO: Go(S.OPEN, "open_and_welcome"),
-        E.LOWER_HELLO: Go(S.OPEN, "adopt"),
-        E.HIGHER_HELLO: IGNORED,
-        E.WELCOME: Go(S.OPEN, "open"),
-        E.NOT_ME: Go(S.OVER, "not_there"),
-        E.DATA: IGNORED,  # the Welcome is late; the Data will come again
-        E.ACK: IGNORED,
-        E.BYE: Go(S.OVER, "told"),
-        E.STRAY: IGNORED,
-        E.SEND: Go(S.CONNECTING, "queue"),
-        E.END: Go(S.OVER, "abandon"),
-    },
-    S.OPEN: {
-        E.HELLO: Go(S.OPEN, "welcome_again"),
-        E.LOWER_HELLO: Go(S.OVER, "redialled"),
-        E.HIGHER_HELLO: Go(S.OVER, "redialled"),
-        E.WELCOME: Go(S.OPEN, "resume"),
-        E.NOT_ME: Go(S.OVER, "not_there"),
-        E.DATA: Go(S.OPEN, "data"),
-        E.ACK: Go(S.OPEN, "acknowledged"),
-        E.BYE: Go(S.OVER, "told"),
-        E.STRAY: IGNORED,
-        E.SEND: Go(S.OPEN, "queue"),
-        E.END: Go(S.OVER, "end"),
-    },
-    S.OVER: dict.fromkeys(E, IGNORED),
-}
-
 _TOLD_TO_THE_PEER = (Ending.CLOSED, Ending.OVERFLOW, Ending.SILENT)
 #: The event of a frame of this session, where its kind alone decides.
 _PLAIN: dict[type[Frame], LinkEvent] = {

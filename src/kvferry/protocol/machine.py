@@ -85,6 +85,10 @@ class Machine(Generic[S, E]):
         commands, self.commands = self.commands, []
         return commands
 
+    def refuses(self, event: E) -> bool:
+        """Is `event` REFUSED in this state? Then it must change nothing, not even what is kept beside the state."""
+        return bool(self.TABLE[self.state][event] is REFUSED)
+
     def after(self) -> E | None:
         """The internal event that is due now, if any."""
         return None

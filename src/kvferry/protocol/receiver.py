@@ -112,7 +112,13 @@ TABLE: Table[ReceiverState, ReceiverEvent] = {
         PROVEN=Go(S.ENDED, "release"),
         QUIET=REFUSED,
     ),
-    S.STOPPING: _row(IGNORED, ADMIT=REFUSED, ABORT=Go(S.STOPPING, "answer_committed"), QUIET=Go(S.DONE, "release")),
+    S.STOPPING: _row(
+        IGNORED,
+        ADMIT=REFUSED,
+        ABORT=Go(S.STOPPING, "answer_committed"),
+        ABORT_RUNNING=Go(S.STOPPING, "answer_committed"),
+        QUIET=Go(S.DONE, "release"),
+    ),
     S.DONE: _row(IGNORED, ADMIT=REFUSED, FINISHED=REFUSED, PROVEN=REFUSED),
     S.ENDED: _row(IGNORED, ADMIT=REFUSED, FINISHED=REFUSED, QUIET=REFUSED),
 }
@@ -217,6 +223,8 @@ class ReceiverMachine(Machine[ReceiverState, ReceiverEvent]):
 
     def handle(self, event: ReceiverEvent, cause: Cause | None = None) -> list[ReceiverCommand]:
         """Apply an event. `cause` goes with every event that ends the room; the first is kept."""
+        if self.refuses(event):
+            return self.fire(event)
         if cause is not None and self.cause is None and self.state in (S.QUEUED, S.RECEIVING):
             self.cause = cause
         if event is V.PREFILL_EXITED:
@@ -227,6 +235,8 @@ class ReceiverMachine(Machine[ReceiverState, ReceiverEvent]):
 
     def rank_received(self, rank: int) -> list[ReceiverCommand]:
         """A source rank's notification: its last write is flushed, so it also counts as the rank's ack."""
+        if self.refuses(V.RECEIVED):  # nothing was handed out, so it can't be about this room's pages
+            return self.fire(V.RECEIVED)
         self.acks.add(rank)
         if rank not in self.received and self.state is S.RECEIVING:
             self.received.add(rank)

@@ -191,6 +191,8 @@ class RoomMachine(Machine[RoomState, RoomEvent]):
 
     def handle(self, event: RoomEvent, now_s: float, cause: Cause | None = None) -> list[SendLeg | Resolve | End]:
         """Apply one event. `cause` goes with failures and aborts; the first one is kept, later ones are ignored."""
+        if self.refuses(event):
+            return self.fire(event)
         self.now_s = now_s
         if cause is not None and self.cause is None and self.state not in (R.COMMITTED, R.SUCCEEDED):
             self.cause = cause

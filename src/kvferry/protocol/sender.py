@@ -151,7 +151,7 @@ SenderCommand = Enqueue | Write | Cancel | Report | Deliver | Release | Strand
 
 
 class SenderMachine(Machine[SenderState, SenderEvent]):
-    """Events in, `SenderCommand`s out. `writes_open`, `stepping` and `broken` are what QUIET depends on."""
+    """Events in, `SenderCommand`s out. `writes_open`, `stepping`, `broken` and `exited` are what QUIET depends on."""
 
     TABLE: ClassVar[Any] = TABLE
     LOCAL = frozenset({V.RESERVE, V.CHUNK_COMPUTED, V.LAST_COMPUTED})
@@ -162,6 +162,7 @@ class SenderMachine(Machine[SenderState, SenderEvent]):
         self.writes_posted = 0
         self.stepping = False
         self.broken = False
+        self.exited = False  # decode's process has ended; the kernel says so once, maybe before the writes break
         self.cause: Cause | None = None
 
     @property
@@ -172,8 +173,12 @@ class SenderMachine(Machine[SenderState, SenderEvent]):
 
     def handle(self, event: SenderEvent, cause: Cause | None = None) -> list[SenderCommand]:
         """Apply an event that is no write's end. `cause` goes with every event that ends the room."""
+        if self.refuses(event):
+            return self.fire(event)
         if cause is not None and self.cause is None:
             self.cause = cause
+        if event is V.DECODE_EXITED:
+            self.exited = True
         return self.fire(event)
 
     def write_posted(self) -> None:
@@ -206,7 +211,7 @@ class SenderMachine(Machine[SenderState, SenderEvent]):
         if self.writes_open or self.stepping:
             return None
         if self.state is S.DRAINING:
-            return V.QUIET_BROKEN if self.broken else V.QUIET
+            return V.QUIET_BROKEN if self.broken and not self.exited else V.QUIET
         # A last chunk posts at least the metadata, so FLUSHING with nothing open means that it has all ended.
         return V.FLUSHED if self.state is S.FLUSHING and self._last_posted else None
 

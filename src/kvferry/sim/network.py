@@ -264,7 +264,9 @@ class SimPidWatch:
 
     def watch(self, address: Address, on_exit: Callable[[], None]) -> bool:
         process = self._network.process(address.incarnation)
-        if process is None or process.ended:
+        if process is None:
+            raise OSError(f"{address.name} was not opened by this network, so its end can't be known")
+        if process.ended:
             return False
         process.on_exit(partial(self._fire, on_exit))
         return True

@@ -1,0 +1,88 @@
+"""What the links have to tell their actor, in order, each in a turn of its own.
+
+The handler is never called from inside a call that it made: everything is queued, and the loop empties the queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvferry.actors.carrier import Path
+from kvferry.actors.ports import LinkHandler, LostReason
+from kvferry.protocol.link import Delivered, LinkSession, Lost, Up
+from kvferry.protocol.messages import Address, BadFrame, decode
+
+
+@dataclass(eq=False)
+class Link:
+    """A session and the paths that carry it."""
+
+    session: LinkSession
+    path: Path | None = None  # where our frames go; None while it is broken
+    dialled: Path | None = None  # the path that we made, to be given up at the end
+    dialled_at_s: float = 0.0
+    redial_at_s: float | None = None
+    refused_at_s: float | None = None  # when a refusal becomes the end, unless the kernel says more before
+    dropped: bool = False  # from this side: what still lies in the queue is not wanted
+
+    @property
+    def peer(self) -> Address:
+        return self.session.peer
+
+
+@dataclass(frozen=True)
+class Exited:
+    """The kernel says that the process has ended."""
+
+
+class LinkQueue:
+    """`on_full(link)` is called when the handler could not take a message of that link."""
+
+    def __init__(self, counts: Counter[str], on_full: Callable[[Link], None]) -> None:
+        self.handler: LinkHandler | None = None
+        self._counts, self._on_full = counts, on_full
+        self._events: deque[tuple[Up | Delivered | Lost | Exited, Address, Link | None]] = deque()
+        self._scheduled = False
+
+    def put(self, event: Up | Delivered | Lost | Exited, peer: Address, link: Link | None) -> None:
+        self._events.append((event, peer, link))
+        self._schedule()
+
+    def drain(self) -> None:
+        """Hand everything over. What the handler raises comes out; the rest then follows in another turn."""
+        self._scheduled = False
+        try:
+            while self._events:
+                self._hand_over(*self._events.popleft())
+        finally:
+            if self._events:
+                self._schedule()
+
+    def _schedule(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self.drain)
+
+    def _hand_over(self, event: Up | Delivered | Lost | Exited, peer: Address, link: Link | None) -> None:
+        assert self.handler is not None
+        if isinstance(event, Up):
+            self.handler.on_link_up(peer)
+        elif isinstance(event, Lost):
+            self.handler.on_link_lost(peer, LostReason(event.ending.value))
+        elif isinstance(event, Exited):
+            self.handler.on_exited(peer)
+        elif link is not None and not link.dropped:
+            self._deliver(link, event.payload, self.handler)
+
+    def _deliver(self, link: Link, payload: bytes, handler: LinkHandler) -> None:
+        try:
+            message = decode(payload)
+        except BadFrame:
+            self._counts["undecodable_message"] += 1
+            return
+        if not handler.on_message(link.peer, message):
+            self._counts["mailbox_full"] += 1
+            self._on_full(link)

@@ -1,0 +1,194 @@
+"""The wire form: every message survives the round trip, nothing else decodes, and changes of the wire are noticed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.protocol import messages as m
+from kvferry.protocol.errors import Cause
+from kvferry.protocol.metadata import ROW_BYTES, Metadata, Notification, decode_notification, encode_notification
+
+HERE = m.Address("front-0", "tcp://127.0.0.1:9", 1 << 63, "host", 12)
+SAMPLING = m.Sampling(8, 0.5, 0.9, 40, 3, ("\n", "\u2028"), (2, 7))
+SPEC = m.RequestSpec(1 << 62, (1, 2, 3), SAMPLING, HERE)
+INNER = Cause("peer_lost", "gone", leg="decode", rank=0, peer="decode-0", room=5, state="S", elapsed_s=0.5)
+CAUSE = Cause("handoff_failed", "no", param="messages", because=INNER)
+LAYOUT = m.Layout("model", "rev", "float32", 16, 30, 3, 64)
+INFO = m.RankInfo("prefill-0", "prefill", HERE, LAYOUT, pages=640, max_prompt_tokens=2048, max_total_tokens=2048)
+
+EXAMPLES: list[m.Message] = [
+    m.OpenPrefill(5, 1, SPEC, HERE),
+    m.OpenDecode(5, 1, SPEC, HERE),
+    m.Opened(5, "prefill"),
+    m.Admitted(5, 9),
+    m.Progress(5, "prefill", "computed", position=2, step=3, chunk=4, tokens=5, kv_bytes=6, offset_s=0.25),
+    m.Progress(5, "decode", "queued"),
+    m.PrefillDone(5, 3, 0.5),
+    m.Received(5, 0),
+    m.Committed(5),
+    m.Failed(5, "decode", CAUSE),
+    m.Abort(5, CAUSE, stop_running=True),
+    m.AbortAck(5, "prefill", 1),
+    m.UnknownRoom(5, "router"),
+    m.Destination(5, (7, 0, 3), 0, 2, b"\x00\xff", 1, (0, 1)),
+    m.AbortTransfer(5, CAUSE),
+    m.Drained(5, 0, True, kv_bytes=1 << 40, metadata_bytes=256),
+    m.TokenBatch("decode", (m.Token(1, 0, 5, 0, 42, "é", "stop"), m.Token(1, 0, 5, 1, 43, ""))),
+    m.Stop(1, 0, 5),
+    m.Register(INFO),
+    m.Registered(3),
+    m.RegistrationRefused("held", True),
+    m.Watch("router-0"),
+    m.Roster(4, (INFO,), False, ("decode: 0 of 1 instances are complete",)),
+]
+
+#: The wire as it is. A line that has to change here breaks every peer that runs the version before, unless the
+#: change is a new field at the end, with a default (shown by "=").
+WIRE = {
+    "OpenPrefill": "room attempt spec decode",
+    "OpenDecode": "room attempt spec prefill",
+    "Opened": "room leg",
+    "Admitted": "room pages",
+    "Progress": "room leg event position= step= chunk= tokens= kv_bytes= offset_s=",
+    "PrefillDone": "room chunks offset_s=",
+    "Received": "room rank",
+    "Committed": "room",
+    "Failed": "room leg cause",
+    "Abort": "room cause stop_running=",
+    "AbortAck": "room leg rank=",
+    "UnknownRoom": "room leg=",
+    "Destination": "room pages prefix_tokens metadata_slot agent generation required_acks",
+    "AbortTransfer": "room cause",
+    "Drained": "room rank complete kv_bytes= metadata_bytes=",
+    "TokenBatch": "leg tokens",
+    "Stop": "request attempt room",
+    "Register": "info",
+    "Registered": "version",
+    "RegistrationRefused": "reason retry",
+    "Watch": "name",
+    "Roster": "version ranks ready missing=",
+}
+PARTS = {
+    m.Address: "name endpoint incarnation host pid",
+    m.Sampling: "max_tokens temperature= top_p= top_k= seed= stop= stop_token_ids=",
+    m.RequestSpec: "request prompt_ids sampling front",
+    m.Token: "request attempt room index token_id text finish_reason=",
+    m.Layout: "model revision dtype page_size layers kv_heads head_dim policy=",
+    m.RankInfo: "instance role address layout dp_rank= dp_size= cp_rank= cp_size= tp_rank= tp_size= pp_rank= pp_size= "
+    "pages= max_prompt_tokens= max_total_tokens=",
+    Cause: "code message leg= rank= peer= room= state= elapsed_s= param= because=",
+    Notification: "room rank incarnation",
+}
+
+
+def fields_of(struct: type[msgspec.Struct]) -> str:
+    return " ".join(f"{field.name}{'' if field.required else '='}" for field in msgspec.structs.fields(struct))
+
+
+def test_the_wire_is_the_table() -> None:
+    assert {type(example).__name__ for example in EXAMPLES} == set(WIRE)
+    assert {cls.__struct_config__.tag: fields_of(cls) for cls in map(type, EXAMPLES)} == WIRE
+    assert {cls: fields_of(cls) for cls in PARTS} == PARTS
+
+
+def test_every_message_class_is_an_example() -> None:
+    assert {cls.__name__ for cls in m.Message.__subclasses__()} == set(WIRE)
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
+def test_round_trip(message: m.Message) -> None:
+    assert m.decode(m.encode(message)) == message
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
+def test_a_message_of_a_later_version_decodes(message: m.Message) -> None:
+    """A field that this version does not know is skipped."""
+    wire: dict[str, Any] = msgspec.msgpack.decode(m.encode(message))
+    assert wire["type"] == type(message).__name__
+    later = msgspec.msgpack.encode({**wire, "added_later": {"deep": [1, 2]}})
+    assert m.decode(later) == message
+
+
+def test_a_token_of_a_later_version_decodes() -> None:
+    """Tokens are arrays: what a later version appends is skipped, what an earlier one lacks has its default."""
+    token = [1, 0, 5, 0, 42, "a", "stop", "added later"]
+    data = msgspec.msgpack.encode({"type": "TokenBatch", "leg": "decode", "tokens": [token, [1, 0, 5, 1, 43, "b"]]})
+    tokens = (m.Token(1, 0, 5, 0, 42, "a", "stop"), m.Token(1, 0, 5, 1, 43, "b"))
+    assert m.decode(data) == m.TokenBatch("decode", tokens)
+
+
+BAD: dict[str, bytes] = {
+    "empty": b"",
+    "unknown tag": msgspec.msgpack.encode({"type": "Surprise", "room": 1}),
+    "no tag": msgspec.msgpack.encode({"room": 1}),
+    "an array": msgspec.msgpack.encode([1, 2]),
+    "a missing field": msgspec.msgpack.encode({"type": "Received", "room": 1}),
+    "a wrong type": msgspec.msgpack.encode({"type": "Received", "room": "1", "rank": 0}),
+    "half a message": m.encode(EXAMPLES[0])[:-3],
+    "two messages": m.encode(m.Committed(1)) * 2,
+    "text that is not UTF-8": b"\x83\xa4type\xa6Opened\xa4room\x05\xa3leg\xa2\xff\xfe",
+    "a pickle": b"\x80\x04\x95\x0c\x00\x00\x00\x00\x00\x00\x00\x8c\x08builtins\x94.",
+    "nested without end": b"\x91" * 100_000,
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bytes_that_are_no_message_are_a_bad_frame(name: str) -> None:
+    with pytest.raises(m.BadFrame):
+        m.decode(BAD[name])
+
+
+@given(data=st.binary(max_size=200))
+def test_garbage_never_raises_anything_else(data: bytes) -> None:
+    try:
+        m.decode(data)
+    except m.BadFrame:
+        return
+
+
+@given(data=st.data(), example=st.sampled_from(EXAMPLES))
+def test_damaged_messages_never_raise_anything_else(data: st.DataObject, example: m.Message) -> None:
+    frame = bytearray(m.encode(example))
+    for _ in range(data.draw(st.integers(1, 4))):
+        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        assert isinstance(m.decode(bytes(frame)), m.Message)
+    except m.BadFrame:
+        return
+
+
+def test_a_message_over_the_limit_is_refused_at_both_ends() -> None:
+    limit = m.MAX_MESSAGE_BYTES
+    overhead = len(m.encode(m.Watch("x" * 70_000))) - 70_000  # the length of such a name takes 5 bytes
+    assert m.decode(m.encode(m.Watch("x" * (limit - overhead)))) == m.Watch("x" * (limit - overhead))
+    with pytest.raises(m.BadFrame, match=f"Watch is {limit + 1} bytes; the limit is {limit}"):
+        m.encode(m.Watch("x" * (limit - overhead + 1)))
+    with pytest.raises(m.BadFrame, match=f"{limit + 1} bytes; the limit is {limit}"):
+        m.decode(b"\x00" * (limit + 1))
+
+
+def test_a_notification_round_trip_and_garbage() -> None:
+    note = Notification((1 << 63) - 1, 3, (1 << 64) - 1)
+    assert decode_notification(encode_notification(note)) == note
+    for data in (b"", b"\xc1", b"\x91\x01", b"\xa2\xff\xfe", encode_notification(note) + b"\x00"):
+        assert decode_notification(data) is None
+
+
+def test_the_metadata_row_is_laid_out_by_hand() -> None:
+    """Little-endian: room (8), incarnation (8), prompt tokens (4), first token (4, signed), KV bytes (8), zeros."""
+    row = bytearray(b"\xee" * ROW_BYTES)
+    Metadata(5, 1 << 63, 100, -1, 1 << 33).pack_into(memoryview(row))
+    expected = bytes([5] + 7 * [0] + 7 * [0] + [0x80] + [100, 0, 0, 0] + 4 * [255] + [0, 0, 0, 0, 2, 0, 0, 0])
+    assert bytes(row) == expected + bytes(ROW_BYTES - 32)
+    assert Metadata.unpack(memoryview(row)) == Metadata(5, 1 << 63, 100, -1, 1 << 33)
+
+
+def test_a_cause_tells_where_and_why_in_one_line() -> None:
+    assert CAUSE.text() == (
+        "no; because gone (room 5, leg decode, rank 0, peer decode-0, state S, after 0.500 s)"
+    )

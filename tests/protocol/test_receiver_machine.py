@@ -1,0 +1,284 @@
+"""The receiver machine: pages are released on proof alone, and commit comes once or never."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.protocol.errors import Cause, IllegalEvent
+from kvferry.protocol.kvpoll import KVPoll
+from kvferry.protocol.machine import holes
+from kvferry.protocol.receiver import (
+    TABLE,
+    AbortWriter,
+    Ack,
+    AnswerCommitted,
+    Commit,
+    HandOut,
+    LeaveBatch,
+    NoteReceived,
+    Quarantine,
+    ReceiverCommand,
+    ReceiverEvent,
+    ReceiverMachine,
+    ReceiverState,
+    Release,
+    Report,
+)
+
+V, S = ReceiverEvent, ReceiverState
+WHY = Cause("handoff_failed", "the test says so")
+TOLD = (V.ABORT, V.ABORT_RUNNING, V.ROOM_LOST)
+FOUND = (V.STOP, V.FRONT_LOST, V.EXPIRED, V.FAIL, V.PREFILL_LOST, V.PREFILL_EXITED)
+
+
+class Driver:
+    """Does what decode's actor does, and keeps its own account of who has acked."""
+
+    def __init__(self, ranks: int = 1) -> None:
+        self.ranks = frozenset(range(ranks))
+        self.machine = ReceiverMachine(self.ranks)
+        self.acked: set[int] = set()
+        self.exited = False
+        self.unknown = False
+        self.running = False  # a forward names the pages
+        self.log: list[ReceiverCommand] = []
+
+    def take(self, before: KVPoll, commands: list[ReceiverCommand]) -> None:
+        after = self.machine.kvpoll
+        assert after is KVPoll.FAILED or after >= before
+        assert before not in (KVPoll.FAILED, KVPoll.SUCCESS) or after is before
+        for command in commands:
+            assert not self.over, f"{command} after the room was forgotten"
+            self.log.append(command)
+            if command == Commit():
+                assert not self.failed and HandOut() in self.log and self.acked >= self.ranks
+            if command == Release():
+                assert not self.running
+                proven = HandOut() not in self.log or self.acked >= self.ranks or self.exited or self.unknown
+                assert proven, "released without proof"
+
+    @property
+    def over(self) -> bool:
+        return Release() in self.log
+
+    @property
+    def failed(self) -> bool:
+        return any(isinstance(command, Report | AbortWriter | Quarantine) for command in self.log)
+
+    def handle(self, event: ReceiverEvent) -> None:
+        if self.over:
+            return
+        self.exited |= event is V.PREFILL_EXITED
+        self.unknown |= event is V.UNKNOWN
+        cause = WHY if event in (*TOLD, *FOUND, V.UNKNOWN, V.CHECK_FAILED) else None
+        self.take(self.machine.kvpoll, self.machine.handle(event, cause))
+
+    def admit(self) -> None:
+        if self.machine.state is S.QUEUED:
+            self.handle(V.ADMIT)
+
+    def received(self, rank: int, good: bool = True) -> None:
+        """Notifications come only once the destination is out."""
+        if rank not in self.ranks or HandOut() not in self.log or self.over:
+            return
+        self.acked.add(rank)
+        self.take(self.machine.kvpoll, self.machine.rank_received(rank))
+        if self.machine.all_received:
+            self.handle(V.ALL_RECEIVED if good else V.CHECK_FAILED)
+
+    def drained(self, rank: int, complete: bool) -> None:
+        if rank in self.ranks and not self.over:
+            self.acked.add(rank)
+            self.take(self.machine.kvpoll, self.machine.rank_drained(rank, complete, WHY))
+
+    def start_step(self) -> None:
+        if self.machine.state is S.RUNNING and not self.running:
+            self.running = True
+            self.machine.step_started()
+
+    def end_step(self) -> None:
+        if self.running:
+            self.running = False
+            self.take(self.machine.kvpoll, self.machine.step_ended())
+
+    def finish(self) -> None:
+        if self.machine.state is S.RUNNING and not self.running:
+            self.handle(V.FINISHED)
+
+
+def receiving(ranks: int = 1) -> Driver:
+    driver = Driver(ranks)
+    driver.admit()
+    return driver
+
+
+def running() -> Driver:
+    driver = receiving()
+    driver.received(0)
+    return driver
+
+
+def test_every_cell_of_the_table_is_filled() -> None:
+    assert holes(TABLE, ReceiverState, ReceiverEvent) == []
+
+
+def test_two_ranks_from_open_to_done() -> None:
+    driver = receiving(2)
+    driver.received(1)
+    assert driver.machine.kvpoll is KVPoll.TRANSFERRING
+    driver.received(1)  # once more: it counts once
+    assert Commit() not in driver.log
+    driver.received(0)
+    driver.start_step()
+    driver.end_step()
+    driver.finish()
+    assert driver.log == [
+        HandOut(), NoteReceived(1), NoteReceived(1), NoteReceived(0), Commit(), LeaveBatch(), Release(),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("event", (*TOLD, *FOUND, V.UNKNOWN))
+def test_a_queued_room_ends_at_once(event: ReceiverEvent) -> None:
+    driver = Driver()
+    driver.handle(event)
+    assert driver.log == [Ack() if event in TOLD else Report(WHY), Release()]
+
+
+@pytest.mark.parametrize("event", (*TOLD, V.STOP, V.FRONT_LOST, V.EXPIRED, V.FAIL, V.CHECK_FAILED))
+def test_a_room_that_fails_under_a_living_writer_waits_for_every_ack(event: ReceiverEvent) -> None:
+    driver = receiving(2)
+    driver.handle(event)
+    assert driver.log == [HandOut(), Ack() if event in TOLD else Report(WHY), AbortWriter()]
+    driver.drained(0, complete=True)
+    driver.drained(0, complete=False)
+    for late in (V.PREFILL_LOST, V.ABORT_RUNNING, V.EXPIRED, V.STOP, V.ROOM_LOST, V.FRONT_LOST):
+        driver.handle(late)
+    assert not driver.over, "one ack of two, lost links and clocks prove nothing"
+    driver.received(1)  # a notification after the abort counts as an ack, no more
+    assert driver.over and Commit() not in driver.log and driver.machine.kvpoll is KVPoll.FAILED
+
+
+@pytest.mark.parametrize("proof", [V.PREFILL_EXITED, V.UNKNOWN])
+def test_the_writers_end_or_ignorance_is_proof(proof: ReceiverEvent) -> None:
+    driver = receiving(2)
+    driver.handle(V.PREFILL_LOST)
+    assert driver.log == [HandOut(), Report(WHY), Quarantine()]
+    driver.handle(proof)
+    assert driver.over
+    at_once = receiving(2)
+    at_once.handle(proof)
+    assert at_once.log == [HandOut(), Report(WHY), Quarantine(), Release()]
+
+
+def test_a_short_drain_fails_the_room_and_is_its_proof() -> None:
+    driver = receiving()
+    driver.drained(0, complete=False)
+    assert driver.log == [HandOut(), Report(WHY), Quarantine(), Release()]
+
+
+def test_a_full_drain_without_the_notification_commits_nothing() -> None:
+    driver = receiving()
+    driver.drained(0, complete=True)
+    assert driver.log == [HandOut()] and driver.machine.state is S.RECEIVING
+    driver.received(0)
+    assert driver.log[-1] == Commit()
+
+
+def test_a_notification_for_a_room_that_was_not_handed_out_proves_nothing() -> None:
+    """Correct peers don't send it. It is refused, and must not stand as an ack of what is handed out later."""
+    driver = Driver()
+    assert driver.machine.rank_received(0) == []
+    driver.admit()
+    driver.handle(V.ABORT)
+    assert not driver.over
+
+
+@pytest.mark.parametrize("event", [V.ABORT, V.ABORT_RUNNING])
+@pytest.mark.parametrize("stopping", [False, True])
+def test_what_the_room_says_after_commit_is_answered_committed(event: ReceiverEvent, stopping: bool) -> None:
+    driver = running()
+    driver.start_step()
+    if stopping:
+        driver.handle(V.STOP)
+    del driver.log[:]
+    driver.handle(event)
+    assert driver.log[0] == AnswerCommitted()
+    assert driver.machine.kvpoll is KVPoll.SUCCESS
+    assert (driver.machine.state is S.RUNNING) == (event is V.ABORT and not stopping)
+
+
+@pytest.mark.parametrize("event", [V.ROOM_LOST, V.PREFILL_LOST, V.PREFILL_EXITED, V.UNKNOWN, V.EXPIRED])
+def test_a_running_request_needs_neither_room_nor_prefill(event: ReceiverEvent) -> None:
+    driver = running()
+    driver.handle(event)
+    assert driver.machine.state is S.RUNNING
+
+
+@pytest.mark.parametrize("event", [V.STOP, V.FRONT_LOST, V.ABORT_RUNNING])
+def test_a_running_step_holds_the_pages(event: ReceiverEvent) -> None:
+    driver = running()
+    driver.start_step()
+    driver.handle(event)
+    assert driver.log[-1] == LeaveBatch() and not driver.over
+    driver.end_step()
+    assert driver.log[-1] == Release()
+
+
+ACTS = st.lists(
+    st.one_of(
+        st.sampled_from(["admit", "start_step", "end_step", "finish"]),
+        st.tuples(st.sampled_from(["received", "drained"]), st.integers(0, 1), st.booleans()),
+        st.sampled_from([*TOLD, *FOUND, V.UNKNOWN]),
+    ),
+    max_size=30,
+)
+
+
+def play(driver: Driver, acts: list[object]) -> None:
+    for act in acts:
+        match act:
+            case ReceiverEvent():
+                driver.handle(act)
+            case (str() as name, rank, flag):
+                getattr(driver, name)(rank, flag)
+            case str():
+                getattr(driver, act)()
+
+
+@given(acts=ACTS, ranks=st.integers(1, 2), proof=st.sampled_from(["drained", "exited"]))
+def test_every_room_is_forgotten_once_its_proof_has_come(acts: list[object], ranks: int, proof: str) -> None:
+    driver = Driver(ranks)
+    play(driver, acts)
+    driver.end_step()
+    driver.handle(V.ABORT_RUNNING)
+    if proof == "exited":
+        driver.handle(V.PREFILL_EXITED)
+    for rank in sorted(driver.ranks):
+        driver.drained(rank, complete=False)
+    assert driver.log.count(Release()) == 1
+    handed_out = HandOut() in driver.log
+    assert driver.log.count(Commit()) + (handed_out and driver.failed) == handed_out
+
+
+@pytest.mark.parametrize(
+    ("events", "illegal"),
+    [
+        ((), (V.ALL_RECEIVED, V.CHECK_FAILED, V.FINISHED)),
+        ((V.ADMIT,), (V.ADMIT, V.FINISHED)),
+        ((V.ADMIT, V.ABORT), (V.ADMIT, V.FINISHED)),
+        ((V.ABORT,), (V.ADMIT, V.FINISHED)),
+    ],
+)
+def test_a_local_illegal_event_raises_and_changes_nothing(
+    events: tuple[ReceiverEvent, ...], illegal: tuple[ReceiverEvent, ...]
+) -> None:
+    machine = ReceiverMachine(frozenset({0}))
+    for event in events:
+        machine.handle(event)
+    for event in illegal:
+        before = (machine.state, machine.cause, set(machine.acks), dict(machine.counts))
+        with pytest.raises(IllegalEvent, match=event.name):
+            machine.handle(event, WHY)
+        assert before == (machine.state, machine.cause, set(machine.acks), dict(machine.counts))

@@ -1,0 +1,149 @@
+"""Issue M1, line 6, and the end of the server: kill -9 under load, and Ctrl-C that leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+pytestmark = pytest.mark.real
+
+STORY = "Tell me a long story about a ferry and its captain. "
+SLOW_WRITES = """
+applications:
+  - name: kvferry
+    import_path: kvferry.serve.deployment:build
+    route_prefix: /
+    args:
+      transfer: {faults: {delay_ms: 100}}
+"""
+
+
+@pytest.fixture(scope="module")
+def frail(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, server: Any) -> Iterator[Any]:
+    """A second server, with writes that are held for 100 ms each, so that a kill meets them under way."""
+    path = tmp_path_factory.mktemp("config") / "slow.yaml"
+    path.write_text(SLOW_WRITES)
+    frail = type(server)(str(path))
+    yield frail
+    frail.stop()
+
+
+def pid_of(server: Any, name: str) -> int:
+    return int(server.instance(name)["ranks"][0]["pid"])
+
+
+def stories(server: Any, count: int, repeat: int, max_tokens: int) -> list[str]:
+    """The right answers, one at a time."""
+    return [body_text(server.chat(f"{n}. " + STORY * repeat, max_tokens=max_tokens)) for n in range(count)]
+
+
+def body_text(answer: httpx.Response) -> str:
+    text: str = answer.json()["choices"][0]["message"]["content"]
+    return text
+
+
+def start(server: Any, pool: ThreadPoolExecutor, count: int, repeat: int, max_tokens: int) -> list[Future[Any]]:
+    prompts = [f"{n}. " + STORY * repeat for n in range(count)]
+    return [pool.submit(server.chat, prompt, max_tokens=max_tokens) for prompt in prompts]
+
+
+def assert_right_or_clear(answers: list[httpx.Response], right: list[str], victim: str) -> int:
+    """Each answer is the full right one, or an error that names the victim. Returns how many are errors."""
+    errors = 0
+    for answer, expected in zip(answers, right, strict=True):
+        if answer.status_code == 200:
+            assert body_text(answer) == expected
+        else:
+            assert answer.status_code in (502, 503) and victim in answer.json()["error"]["message"], answer.text
+            errors += 1
+    return errors
+
+
+def assert_recovers(server: Any, victim: str, old_pid: int) -> None:
+    """Ray starts it again; the next request is right; within 10 s of that the status is at baseline."""
+    server.wait(lambda: server.http.get("/ready").status_code == 200, 120, "ready again")
+    server.wait(lambda: pid_of(server, victim) != old_pid, 60, "a new process")
+    answer = server.chat("What is the capital of France?")
+    assert answer.status_code == 200, answer.text
+    assert body_text(answer) == "The capital of France is Paris."
+    server.wait_baseline(10)
+
+
+def test_kill_9_of_decode_in_mid_stream(frail: Any) -> None:
+    right = stories(frail, 8, 1, 60)
+    pid = pid_of(frail, "decode-0")
+    with ThreadPoolExecutor(8) as pool:
+        futures = start(frail, pool, 8, 1, 60)
+        frail.wait(lambda: frail.instance("decode-0")["queues"]["running"] >= 4, 60, "four running requests")
+        os.kill(pid, signal.SIGKILL)
+        answers = [future.result(timeout=60) for future in futures]
+    assert assert_right_or_clear(answers, right, "decode-0") >= 4
+    assert_recovers(frail, "decode-0", pid)
+
+
+def test_kill_9_of_prefill_in_mid_transfer(frail: Any) -> None:
+    right = stories(frail, 8, 30, 8)
+    pid = pid_of(frail, "prefill-0")
+    with ThreadPoolExecutor(8) as pool:
+        futures = start(frail, pool, 8, 30, 8)
+        frail.wait(lambda: frail.instance("prefill-0")["pages"]["leased"] > 0, 60, "a transfer under way")
+        os.kill(pid, signal.SIGKILL)
+        answers = [future.result(timeout=60) for future in futures]
+    assert assert_right_or_clear(answers, right, "prefill-0") >= 1
+    assert_recovers(frail, "prefill-0", pid)
+
+
+def test_a_stream_that_loses_its_decode_ends_with_an_error_event(frail: Any) -> None:
+    """A stream that has begun can't change its status: it ends with an error event and without [DONE]."""
+    pid = pid_of(frail, "decode-0")
+    body = {"model": "smollm2-135m", "messages": [{"role": "user", "content": STORY}], "stream": True, "temperature": 0}
+    lines = []
+    with frail.http.stream("POST", "/v1/chat/completions", json=body | {"max_tokens": 400}) as response:
+        assert response.status_code == 200
+        for line in response.iter_lines():
+            lines.append(line)
+            if len(lines) == 12:
+                os.kill(pid, signal.SIGKILL)
+    told = [line for line in lines if line]
+    assert told[-1].startswith('data: {"error":') and "decode-0" in told[-1]
+    assert "data: [DONE]" not in told
+    assert_recovers(frail, "decode-0", pid)
+
+
+def processes_of(group: int) -> set[int]:
+    """Every live descendant of the server, by the process table."""
+    table = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    parents = {int(pid): int(parent) for pid, parent in (line.split() for line in table.splitlines())}
+    found = {group}
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return {pid for pid in found if Path(f"/proc/{pid}").exists()}
+
+
+def ports_of(pids: set[int]) -> set[str]:
+    table = subprocess.run(["ss", "-ltnpH"], capture_output=True, text=True, check=True).stdout
+    return {line.split()[3] for line in table.splitlines() if any(f"pid={pid}," in line for pid in pids)}
+
+
+def test_ctrl_c_leaves_no_process_and_no_port(server: Any) -> None:
+    own = type(server)()
+    assert own.chat("Say hi.", max_tokens=4).status_code == 200
+    pids = processes_of(own.process.pid)
+    ports = ports_of(pids)
+    assert len(pids) > 5 and f"127.0.0.1:{own.port}" in ports
+    assert own.stop() == 0
+    deadline_s = time.monotonic() + 20
+    while (left := {pid for pid in pids if Path(f"/proc/{pid}").exists()}) and time.monotonic() < deadline_s:
+        time.sleep(0.2)
+    assert not left
+    listening = subprocess.run(["ss", "-ltnH"], capture_output=True, text=True, check=True).stdout
+    assert not ports & {line.split()[3] for line in listening.splitlines()}
