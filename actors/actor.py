@@ -152,4 +152,3 @@ class Actor:
         while True:
             await self.clock.sleep(self.tick_s)
             self._mailbox.put(Tick())
-

@@ -82,6 +82,7 @@ class Leader(Actor):
         self.step_started = 0  # number of the last forward given to the engine
         self.step_done = 0
         self._stepping = False
+        self._stepping_since_s = 0.0
         self._tokens: dict[int, list[Token]] = {}
         self._progress_at_s = 0.0
         self.membership = Membership(network, resolve, Register(info), self.spawn, self._mailbox.put)
@@ -121,6 +122,7 @@ class Leader(Actor):
 
     def _start(self, plan: StepPlan) -> None:
         self._stepping = True
+        self._stepping_since_s = self.clock.now_s()
         self.step_started = plan.step
 
         async def forward() -> None:
@@ -190,10 +192,20 @@ class Leader(Actor):
 
     def tick(self, now_s: float) -> None:
         self.membership.tick(now_s)
+        self._check_engine(now_s)
         self.check_clocks(now_s)
         if now_s >= self._progress_at_s:
             self._progress_at_s = now_s + PROGRESS_EVERY_S
             self.report_progress()
+
+    def _check_engine(self, now_s: float) -> None:
+        """A forward that does not end can't be cancelled, and its pages can't be proved quiet: the process must go."""
+        elapsed_s = now_s - self._stepping_since_s
+        if self._stepping and elapsed_s >= self.limits.no_progress_s:
+            limit_s = self.limits.no_progress_s
+            raise EngineStalled(
+                f"forward {self.step_started} has run for {elapsed_s:.1f} s; the limit is {limit_s:g} s"
+            )
 
     def check_clocks(self, now_s: float) -> None:
         raise NotImplementedError
@@ -239,6 +251,10 @@ class Leader(Actor):
             "registered": self.membership.accepted,
             "refusal": self.refusal,
         }
+
+
+class EngineStalled(RuntimeError):
+    """A forward has outlived the no-progress limit."""
 
 
 class RegistrationError(RuntimeError):

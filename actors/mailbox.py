@@ -35,6 +35,10 @@ class Mailbox(Generic[T]):
     async def take(self) -> list[T]:
         """All items, at least one."""
         await self._filled.wait()
+        return self.drain()
+
+    def drain(self) -> list[T]:
+        """All items that lie here now, perhaps none."""
         self._filled.clear()
         items = list(self._items)
         self._items.clear()

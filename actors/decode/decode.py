@@ -227,7 +227,9 @@ class Decode(Leader):
             self._do(room, room.machine.handle(ReceiverEvent.ADMIT))
 
     def _holding_rooms(self) -> int:
-        return sum(room.holding is not None for room in self.rooms.values())
+        """Rooms that run or will: those that only wait for proof take pages, but no place in the batch."""
+        waiting = ReceiverState.RELEASING
+        return sum(room.holding is not None and room.machine.state is not waiting for room in self.rooms.values())
 
     def _hand_out(self, room: DecodeRoom) -> None:
         assert room.holding is not None

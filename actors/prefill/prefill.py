@@ -160,6 +160,9 @@ class Prefill(Leader):
         room = self.rooms.get(message.room)
         if room is None:
             return self.unknown_room(peer, message.room)
+        if peer.incarnation != room.decode.incarnation:
+            self.counts["aborts from a stranger"] += 1
+            return None
         return self._do(room, room.machine.handle(SenderEvent.ABORT_TRANSFER, message.cause))
 
     def _stop(self, _front: Address, message: Stop) -> None:

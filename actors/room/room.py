@@ -76,7 +76,10 @@ class Room:
         self._addresses = {PREFILL: machine.prefill, DECODE: machine.decode}
 
     def post(self, item: RoomItem) -> bool:
-        """False when the mailbox is full."""
+        """False when the mailbox is full. A lost leg and an abort always fit: they are few, and nobody repeats them."""
+        if isinstance(item, LegLost | AbortRequested):
+            self._mailbox.put(item)
+            return True
         return self._mailbox.post(item)
 
     async def run(self) -> None:
@@ -147,7 +150,11 @@ class Room:
         now_s = self.clock.now_s()
         self.machine.clocks.queued(leg, message.position, message.step, message.chunk + 1, now_s)
         if message.event != "queued" or message.position:
-            detail: dict[str, object] = {"chunk": message.chunk, "tokens": message.tokens or None, "kv_bytes": message.kv_bytes or None}
+            detail: dict[str, object] = {
+                "chunk": message.chunk,
+                "tokens": message.tokens or None,
+                "kv_bytes": message.kv_bytes or None,
+            }
             detail |= {"position": message.position or None, "offset_s": round(message.offset_s, 6)}
             self._note(message.event, leg, **detail)
         self._handle(RoomEvent.SENDING if message.event == "computed" else RoomEvent.PROGRESS)

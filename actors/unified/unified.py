@@ -59,12 +59,15 @@ class Unified:
         self._members: dict[int, Member] = {}
         self._waiting: deque[Member] = deque()
         self._next = 1
+        self._failure: BaseException | None = None
 
     async def generate(self, spec: RequestSpec) -> AsyncIterator[Token]:
         """The request's tokens. Closing the iterator early stops the request.
 
-        Raises InvalidRequest when it can never fit.
+        Raises InvalidRequest when it can never fit, and what ended the actor when it has ended.
         """
+        if self._failure is not None:
+            raise self._failure
         limit = min(self.ledger.total * self._page_size, self.engine.limits.context_tokens)
         cause = refusal(len(spec.prompt_ids), spec.sampling.max_tokens, limit, limit)
         if cause is not None:
@@ -94,12 +97,18 @@ class Unified:
                 if plan is not None:
                     self._publish(plan, await self.engine.step(plan))
                 self._retire()
-        except Exception as error:
-            for member in (*self._members.values(), *self._waiting):
-                member.tokens.put_nowait(error)
+        except BaseException as error:
+            self._fail(error)
             raise
         finally:
             await self.engine.close()
+
+    def _fail(self, error: BaseException) -> None:
+        """Tell everyone who waits, and everyone who comes later, why the actor has ended."""
+        gone = isinstance(error, asyncio.CancelledError)
+        self._failure = RuntimeError("the unified actor has been stopped") if gone else error
+        for member in (*self._members.values(), *self._waiting, *self._mailbox.drain()):
+            member.tokens.put_nowait(self._failure)
 
     async def status(self) -> dict[str, Any]:
         tables = {m.key: m.holding.pages for m in self._members.values() if m.holding is not None}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.actors.leader import EngineStalled
 from kvferry.actors.settings import ClockSettings, DecodeSettings, FaultSettings, LinkSettings, PrefillSettings
 from kvferry.engine.contract import StepPlan
 from kvferry.protocol.errors import DeadlineExceeded, HandoffFailed, InvalidRequest, PeerError, PeerLost
@@ -268,5 +269,26 @@ def test_the_router_dies(client_of: Any) -> None:
             client.front.close_request(short)
             await asyncio.sleep(5)
             assert not decode.rooms and all(counts.at_baseline for counts in system.counts().values())
+
+    run(main())
+
+
+def test_a_forward_that_never_ends_takes_its_process_down(client_of: Any) -> None:
+    """No clock of a committed room runs any more, and a stuck forward can't be cancelled: the actor fails, its host
+    lets the process end, and the client is told.
+    """
+
+    def stuck(plan: StepPlan) -> float:
+        return 1e6 if plan.step == 5 and len(plan.sequences[0].token_ids) == 1 else prefill_cost_s(plan)
+
+    async def main() -> None:
+        async with SimSystem(SimOptions(cost_s=stuck, clocks=ClockSettings(no_progress_s=9.0))) as system:
+            client = await client_of(system)
+            asking = asyncio.create_task(client.ask(PROMPT, max_tokens=20))
+            with pytest.raises(EngineStalled, match=r"forward 5 has run for 9\.\d s; the limit is 9 s"):
+                await system.processes["decode-0"].task
+            system.kill("decode-0")
+            with pytest.raises(PeerLost, match="decode-0"):
+                await asking
 
     run(main())

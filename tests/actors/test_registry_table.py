@@ -34,7 +34,9 @@ def ranks_of(instance: str, dp: int, cp: int, tp: int, pp: int) -> list[RankInfo
     ]
 
 
-@pytest.mark.parametrize(("sizes", "count"), [((1, 1, 1, 1), 1), ((2, 1, 1, 1), 2), ((1, 2, 3, 1), 6), ((2, 2, 2, 2), 16)])
+@pytest.mark.parametrize(
+    ("sizes", "count"), [((1, 1, 1, 1), 1), ((2, 1, 1, 1), 2), ((1, 2, 3, 1), 6), ((2, 2, 2, 2), 16)]
+)
 def test_an_instance_is_complete_with_its_last_unique_rank(sizes: tuple[int, int, int, int], count: int) -> None:
     table = RankTable()
     members = ranks_of("prefill-0", *sizes)

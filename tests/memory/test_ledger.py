@@ -136,8 +136,12 @@ def test_what_is_over_or_double_is_refused() -> None:
     with pytest.raises(LedgerError, match="leased already"):
         ledger.lease(holding, ACKS, WRITER)
     ledger.release(holding, Quiescent(holding.id, Stepped(7), Exited(WRITER)))
-    for late in (lambda: ledger.lease(holding, ACKS, WRITER), lambda: ledger.quarantine(holding),
-                 lambda: ledger.name_in_step(holding, 8), lambda: ledger.end_lease(holding, Drained(ACKS))):  # fmt: skip
+    for late in (
+        lambda: ledger.lease(holding, ACKS, WRITER),
+        lambda: ledger.quarantine(holding),
+        lambda: ledger.name_in_step(holding, 8),
+        lambda: ledger.end_lease(holding, Drained(ACKS)),
+    ):
         with pytest.raises(LedgerError, match="has been released"):
             late()
     assert ledger.counts() == PageCounts(8, 8, 0, 0, 0, 0)

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.protocol import messages as m
@@ -143,6 +143,7 @@ def test_bytes_that_are_no_message_are_a_bad_frame(name: str) -> None:
         m.decode(BAD[name])
 
 
+@settings(deadline=None)
 @given(data=st.binary(max_size=200))
 def test_garbage_never_raises_anything_else(data: bytes) -> None:
     try:
@@ -151,6 +152,7 @@ def test_garbage_never_raises_anything_else(data: bytes) -> None:
         return
 
 
+@settings(deadline=None)
 @given(data=st.data(), example=st.sampled_from(EXAMPLES))
 def test_damaged_messages_never_raise_anything_else(data: st.DataObject, example: m.Message) -> None:
     frame = bytearray(m.encode(example))
@@ -189,6 +191,4 @@ def test_the_metadata_row_is_laid_out_by_hand() -> None:
 
 
 def test_a_cause_tells_where_and_why_in_one_line() -> None:
-    assert CAUSE.text() == (
-        "no; because gone (room 5, leg decode, rank 0, peer decode-0, state S, after 0.500 s)"
-    )
+    assert CAUSE.text() == ("no; because gone (room 5, leg decode, rank 0, peer decode-0, state S, after 0.500 s)")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.protocol.errors import Cause, IllegalEvent
@@ -247,6 +247,7 @@ def play(driver: Driver, acts: list[object]) -> None:
                 getattr(driver, act)()
 
 
+@settings(deadline=None)
 @given(acts=ACTS, ranks=st.integers(1, 2), proof=st.sampled_from(["drained", "exited"]))
 def test_every_room_is_forgotten_once_its_proof_has_come(acts: list[object], ranks: int, proof: str) -> None:
     driver = Driver(ranks)

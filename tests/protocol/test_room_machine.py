@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.protocol.clocks import Limits
@@ -112,7 +112,7 @@ def test_a_failure_found_elsewhere_is_settled_by_decode(state: RoomState, event:
     poll = room.machine.kvpoll
     room.fire(event, LATE)
     assert room.machine.state is R.SETTLING and room.resolved == [] and room.machine.kvpoll is poll
-    assert room.aborts()[DECODE] == Abort(99, LATE if event is not V.PREFILL_STOPPED else LATE, stop_running=False)
+    assert room.aborts()[DECODE] == Abort(99, LATE, stop_running=False)
     assert (PREFILL in room.aborts()) == (event is V.EXPIRED), "a leg that has ended is not aborted"
 
 
@@ -163,6 +163,7 @@ def test_an_abort_by_the_client_reaches_every_open_leg(state: RoomState) -> None
 
 @pytest.mark.parametrize("legs", [(V.PREFILL_STOPPED, V.DECODE_STOPPED), (V.DECODE_STOPPED, V.PREFILL_STOPPED),
                                   (V.PREFILL_LOST, V.DECODE_LOST), (V.PREFILL_FAILED, V.COMMITTED)])  # fmt: skip
+@settings(deadline=None)
 @given(prefix=st.lists(st.sampled_from(NEWS), max_size=14))
 def test_every_room_ends_once_both_legs_have_answered(
     legs: tuple[RoomEvent, RoomEvent], prefix: list[RoomEvent]
@@ -177,12 +178,14 @@ def test_every_room_ends_once_both_legs_have_answered(
     assert (room.resolved == [None]) == (room.machine.state is R.SUCCEEDED)
 
 
+@settings(deadline=None)
 @given(prefix=st.lists(st.sampled_from(NEWS), max_size=14))
 def test_every_room_ends_by_its_clocks_alone(prefix: list[RoomEvent]) -> None:
     """Legs that never answer hold nothing up: at most three limits later the room is over."""
     assert Watched().to(*prefix, V.EXPIRED, V.EXPIRED, V.EXPIRED).ended
 
 
+@settings(deadline=None)
 @given(prefix=st.lists(st.sampled_from(NEWS), max_size=14))
 def test_a_failed_room_has_told_every_leg_that_it_opened_and_that_has_not_ended(prefix: list[RoomEvent]) -> None:
     room = Watched().to(*prefix)
@@ -190,7 +193,10 @@ def test_a_failed_room_has_told_every_leg_that_it_opened_and_that_has_not_ended(
         assert room.machine.open_legs <= set(room.aborts())
 
 
-@given(prefix=st.lists(st.sampled_from(NEWS), max_size=14), event=st.sampled_from(sorted(RoomEvent, key=lambda e: e.name)))
+@settings(deadline=None)
+@given(
+    prefix=st.lists(st.sampled_from(NEWS), max_size=14), event=st.sampled_from(sorted(RoomEvent, key=lambda e: e.name))
+)
 def test_what_is_ignored_or_refused_changes_no_state_and_is_counted(prefix: list[RoomEvent], event: RoomEvent) -> None:
     room = Watched().to(*prefix)
     inner = room.machine

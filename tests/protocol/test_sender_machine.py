@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.protocol.errors import Cause, IllegalEvent
@@ -218,6 +218,7 @@ def play(driver: Driver, acts: list[object]) -> None:
                 getattr(driver, act)()
 
 
+@settings(deadline=None)
 @given(acts=ACTS)
 def test_a_failed_room_is_forgotten_once_everything_has_ended(acts: list[object]) -> None:
     driver = Driver()
@@ -228,6 +229,7 @@ def test_a_failed_room_is_forgotten_once_everything_has_ended(acts: list[object]
     assert driver.log.count(Strand()) <= 1
 
 
+@settings(deadline=None)
 @given(acts=ACTS)
 def test_a_room_without_failures_is_delivered(acts: list[object]) -> None:
     driver = Driver()

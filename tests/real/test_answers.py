@@ -46,7 +46,9 @@ def test_openai_client(server: Any) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_case_1_max_tokens_1(server: Any, stream: bool) -> None:
     """Case 1: exactly one token, finish_reason length."""
-    answer = server.chat(QUESTION, max_tokens=1, stream=stream, stream_options={"include_usage": True} if stream else None)
+    answer = server.chat(
+        QUESTION, max_tokens=1, stream=stream, stream_options={"include_usage": True} if stream else None
+    )
     assert answer.status_code == 200
     if stream:
         assert answer.text.count('"finish_reason":"length"') == 1 and '"completion_tokens":1' in answer.text
@@ -130,7 +132,8 @@ def test_a_client_that_leaves_frees_everything(server: Any, after_s: float) -> N
     body = {"model": "smollm2-135m", "messages": [{"role": "user", "content": "Tell me a story. " * 200}]}
     with socket.create_connection(("127.0.0.1", server.port)) as raw:
         payload = httpx.Request("POST", server.url, json=body | {"max_tokens": 400}).content
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(payload)}\r\n\r\n"
         raw.sendall(head.encode() + payload)
         time.sleep(after_s)
     server.wait_baseline()

@@ -69,7 +69,7 @@ class Outcome:
 async def soon(condition):
     """Wait until the condition holds; fails after a minute."""
     async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110  (what is awaited has no event)
+        while not condition():
             await asyncio.sleep(0.001)
 
 

@@ -1,8 +1,9 @@
-"""From a role's name and the configuration to a running actor: the one place where production parts are put together."""
+"""From a role's name and the configuration to a running actor: where production parts are put together."""
 
 from __future__ import annotations
 
 import asyncio
+
 import ray
 
 from kvferry.actors.actor import Actor
@@ -78,7 +79,8 @@ class _Inbox:
 
 def _engine(role: str, config: Config, pages: int, threads: int) -> tuple[Loaded, Engine]:
     loaded = load(config.model.model, config.model.dtype)
-    rows = config.prefill.max_rooms if role == "prefill" else config.decode.max_running
+    # A row per room that can be held, those included that only wait for proof.
+    rows = config.prefill.max_rooms if role == "prefill" else config.decode.max_rooms
     engine = TorchEngine(
         loaded,
         pages=pages,
