@@ -9,6 +9,8 @@ import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
+import httpx
+import openai
 import pytest
 import uvicorn
 
@@ -132,12 +134,18 @@ class SeededRandom:
         return self._random.getrandbits(count)
 
 
-def encode_words(messages: Sequence[dict[str, str]]) -> list[int]:
-    """One token per word: the message "refuse" stands for a conversation that the template refuses."""
-    words = [word for message in messages for word in message["content"].split()]
-    if "refuse" in words:
-        raise ValueError("roles must alternate")
-    return [len(word) for word in words]
+class WordEncoder:
+    """One token per word, whose id is the word's length. The word "refuse" stands for a conversation that the
+    template refuses; plain text also gets a special token, id 1, in front."""
+
+    def render(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        words = [word for message in messages for word in message["content"].split()]
+        if "refuse" in words:
+            raise ValueError("roles must alternate")
+        return [len(word) for word in words]
+
+    def encode(self, text: str) -> list[int]:
+        return [1] + [len(word) for word in text.split()]
 
 
 class World:
@@ -147,10 +155,10 @@ class World:
 
     def __init__(self) -> None:
         self.network, self.backend, self.clock = FakeNetwork(), FakeBackend(), TestClock()
-        self.info = FrontInfo("m", 1_700_000_000, default_max_tokens=20, max_body_bytes=20_000)
+        self.info = FrontInfo("m", 1_700_000_000, default_max_tokens=20, max_body_bytes=20_000, vocab_size=1000)
         self.metrics = FrontMetrics()
         self.front = Front(
-            self.network, self.backend, encode_words, self.clock, SeededRandom(), self.info, self.metrics
+            self.network, self.backend, WordEncoder(), self.clock, SeededRandom(), self.info, self.metrics
         )
         self.prefill, self.decode = address("prefill-0", 6), address("decode-0", 7)
         self.network.up = {6, 7}
@@ -230,3 +238,15 @@ async def served() -> AsyncIterator[World]:
         server.should_exit = True
         await task
     assert world.network.closed
+
+
+@pytest.fixture
+async def client(served: Any) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+async def http(served: Any) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=served.url, trust_env=False) as client:
+        yield client

@@ -13,25 +13,13 @@ import openai
 import pytest
 
 from kvferry.actors.ports import LostReason
-from kvferry.protocol.errors import Cause, PeerLost
+from kvferry.protocol.errors import Cause
 from kvferry.protocol.messages import RequestSpec
 from kvferry.protocol.outcome import Outcome
 
 ASK: list[Any] = [{"role": "user", "content": "one two three"}]
 BODY: dict[str, Any] = {"model": "m", "messages": ASK}
 TEXTS = ["The", " capital", "", " is", " Paris.\n“é”"]
-
-
-@pytest.fixture
-async def client(served: Any) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture
-async def http(served: Any) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=served.url, trust_env=False) as client:
-        yield client
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:
@@ -119,6 +107,27 @@ async def test_defaults(served: Any, client: openai.AsyncOpenAI) -> None:
     assert (first.sampling.temperature, first.sampling.top_p, first.sampling.top_k) == (1.0, 1.0, 0)
     assert first.sampling.seed != second.sampling.seed
     assert first.sampling.max_tokens == second.sampling.max_tokens == 20  # default_max_tokens; 60 would fit
+
+
+async def test_token_ids_on_request(served: Any, client: openai.AsyncOpenAI, http: httpx.AsyncClient) -> None:
+    """vLLM's extension, in vLLM's places: the prompt's ids beside the choices, once; a choice's own ids in it."""
+    served.answer_with(TEXTS)  # ids 100 … 104; the third shows no text
+    wanted: Any = {"extra_body": {"return_token_ids": True}}
+    whole = (await client.chat.completions.create(model="m", messages=ASK, **wanted)).model_dump()
+    assert whole["prompt_token_ids"] == [3, 3, 5]
+    assert whole["choices"][0]["token_ids"] == [100, 101, 102, 103, 104]
+    stream = await client.chat.completions.create(model="m", messages=ASK, stream=True, **wanted)
+    chunks = [chunk.model_dump() async for chunk in stream]
+    assert [chunk.get("prompt_token_ids") for chunk in chunks] == [[3, 3, 5]] + [None] * 6
+    parts = [(chunk["choices"][0]["delta"]["content"], chunk["choices"][0]["token_ids"]) for chunk in chunks]
+    texts = [(text, [100 + i]) for i, text in enumerate(TEXTS)]
+    assert parts == [("", []), *texts, (None, [])]
+    served.answer_with(["a", ""])
+    stream = await client.chat.completions.create(model="m", messages=ASK, stream=True, **wanted)
+    last = [chunk.model_dump() async for chunk in stream][-1]["choices"][0]
+    assert (last["finish_reason"], last["token_ids"]) == ("stop", [101])
+    for body in (BODY, BODY | {"stream": True}, BODY | {"return_token_ids": False}):
+        assert "token_ids" not in (await http.post("/v1/chat/completions", json=body)).text
 
 
 # --- Errors ----------------------------------------------------------------------------------------------------
@@ -275,58 +284,3 @@ async def test_leaving_in_mid_answer_stops_both_leaders(served: Any, stream: boo
     await served.until(lambda: len(served.network.stops()) == 2)
     assert {incarnation for incarnation, _ in served.network.stops()} == {6, 7}
     assert served.backend.cancelled == 0
-
-
-# --- The other routes ------------------------------------------------------------------------------------------
-
-
-async def test_models_health_ready_status_room(
-    served: Any, client: openai.AsyncOpenAI, http: httpx.AsyncClient
-) -> None:
-    assert [model.id for model in (await client.models.list()).data] == ["m"]
-    assert (await client.models.retrieve("m")).owned_by == "kvferry"
-    assert (await http.get("/health")).json() == {"status": "ok"}
-    assert (await http.get("/ready")).json() == {"ready": True, "missing": []}
-    assert (await http.get("/status")).json() == served.backend.state
-    served.backend.journals[77] = {"room": "77"}
-    assert (await http.get("/rooms/77")).json() == {"room": "77"}
-
-
-async def test_not_ready_says_what_is_missing(served: Any, http: httpx.AsyncClient) -> None:
-    served.backend.present = type(served.backend.present)(1, (), False, ("decode: 0 of 1 ranks",))
-    response = await http.get("/ready")
-    assert response.status_code == 503 and response.json()["missing"] == ["decode: 0 of 1 ranks"]
-    assert (await http.get("/health")).status_code == 200
-    response = await http.post("/v1/chat/completions", json=BODY)
-    assert response.status_code == 503 and response.headers["retry-after"] == "5"
-    assert "decode: 0 of 1 ranks" in error_of(response)["message"]
-
-
-async def test_metrics_come_from_requests_and_from_the_status(served: Any, http: httpx.AsyncClient) -> None:
-    served.answer_with(["a", "b", "c"])
-    await http.post("/v1/chat/completions", json=BODY)
-    await http.post("/v1/chat/completions", json={})
-    response = await http.get("/metrics")
-    assert response.headers["content-type"].startswith("text/plain")
-    lines = response.text.splitlines()
-    for line in (
-        'kvferry_requests_total{outcome="stop",status="200"} 1.0',
-        'kvferry_requests_total{outcome="invalid_request",status="400"} 1.0',
-        "kvferry_requests_live 0.0",
-        "kvferry_prompt_tokens_total 3.0",
-        "kvferry_generated_tokens_total 3.0",
-        'kvferry_tokens_dropped_total{reason="duplicate"} 1.0',
-        "kvferry_time_to_first_token_seconds_count 1.0",
-        "kvferry_inter_token_seconds_count 2.0",
-        "kvferry_request_seconds_count 1.0",
-        "kvferry_status_up 1.0",
-        "kvferry_rooms_live 3.0",
-        'kvferry_pages{instance="decode-0",role="decode",state="free"} 7.0',
-        'kvferry_queue_length{instance="decode-0",queue="running",role="decode"} 2.0',
-    ):
-        assert line in lines
-    served.backend.status_error = PeerLost(Cause("peer_lost", "no cluster"))
-    text = (await http.get("/metrics")).text
-    assert "kvferry_status_up 0.0" in text and "kvferry_pages" not in text
-    response = await http.get("/status")
-    assert response.status_code == 502 and error_of(response)["code"] == "peer_lost"

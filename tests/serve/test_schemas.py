@@ -1,4 +1,4 @@
-"""What a chat request may hold: each refusal names the field, the value and the limit."""
+"""What a request may hold: each refusal names the field, the value and the limit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvferry.protocol.errors import InvalidRequest
-from kvferry.serve.schemas import ChatRequest, parse_chat
+from kvferry.serve.schemas import ChatRequest, parse_chat, parse_completion
 
 GOOD: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -73,6 +73,46 @@ def test_refused(fields: dict[str, Any], param: str, words: list[str]) -> None:
     assert param in str(caught.value)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"prompt": ""}, "prompt", ['""', "1"]),
+        ({"prompt": []}, "prompt", ["[]", "1"]),
+        ({"prompt": None}, "prompt", ["null"]),
+        ({"prompt": 5}, "prompt", ["5", "str | array"]),
+        ({"prompt": ["a", "b"]}, "prompt", ["not supported yet: one prompt per request", '["a","b"]']),
+        ({"prompt": [[1, 2]]}, "prompt", ["not supported yet: one prompt per request", "[[1,2]]"]),
+        ({"prompt": [1, "a"]}, "prompt[1]", ['"a"', "int"]),
+        ({"prompt": [1, True]}, "prompt[1]", ["true", "int"]),
+        ({"prompt": [1.5]}, "prompt[0]", ["1.5", "int"]),
+        ({"messages": []}, "messages", ["unknown field"]),
+        ({"max_completion_tokens": 4}, "max_completion_tokens", ["unknown field", "did you mean"]),
+        ({"temperature": 3}, "temperature", ["3", "2.0"]),
+        ({"return_token_ids": 1}, "return_token_ids", ["1", "bool"]),
+        ({"n": 2}, "n", ["2", "1"]),
+        ({"best_of": 2}, "best_of", ["2", "not supported"]),
+        ({"echo": True}, "echo", ["true", "not supported"]),
+        ({"logprobs": 0}, "logprobs", ["0", "not supported"]),
+        ({"suffix": "x"}, "suffix", ['"x"', "not supported"]),
+        ({"stream_options": {"include_usage": True}}, "stream_options", ["stream: true"]),
+    ],
+)
+def test_refused_in_a_completion(fields: dict[str, Any], param: str, words: list[str]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_completion(json.dumps({"model": "m", "prompt": "hi"} | fields).encode())
+    assert caught.value.param == param
+    for word in (param, *words):
+        assert word in str(caught.value)
+
+
+def test_a_completion_that_asks_for_nothing_special() -> None:
+    body = {"model": "m", "prompt": [0, 7], "best_of": 1, "echo": False, "logprobs": None, "suffix": None, "n": 1}
+    completion = parse_completion(json.dumps(body).encode())
+    assert completion.prompt == [0, 7] and not completion.return_token_ids
+    with pytest.raises(InvalidRequest, match="prompt is required"):
+        parse_completion(b'{"model": "m"}')
 
 
 def test_an_image_part_is_refused_by_its_type_whatever_else_it_holds() -> None:

@@ -25,12 +25,12 @@ class FrontMetrics:
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "kvferry_requests",
-            "Chat requests that ended, by HTTP status (499: the client left) and outcome "
+            "Requests that ended, by HTTP status (499: the client left) and outcome "
             "(finish_reason, error code, or cancelled).",
             ("status", "outcome"),
             registry=self.registry,
         )
-        self.live = Gauge("kvferry_requests_live", "Chat requests that this front holds.", registry=self.registry)
+        self.live = Gauge("kvferry_requests_live", "Requests that this front holds.", registry=self.registry)
         self.first_token = Histogram(
             "kvferry_time_to_first_token_seconds",
             "From the opening of a request to its first token at the front.",

@@ -17,8 +17,10 @@ from starlette.routing import Route
 from kvferry.obs.metrics import CONTENT_TYPE
 from kvferry.protocol.errors import Cause, KVFerryError, PeerError, Unavailable
 from kvferry.serve.asgi import JSON_TYPE
-from kvferry.serve.chat import ChatEndpoint
+from kvferry.serve.chat import CHAT
+from kvferry.serve.completions import COMPLETIONS
 from kvferry.serve.errors import NotFound, error_body, retry_after_header, status_body
+from kvferry.serve.exchange import Endpoint
 from kvferry.serve.front import Front
 from kvferry.serve.gateway import missing_text
 from kvferry.serve.replies import ModelCard, ModelList
@@ -43,7 +45,8 @@ def build_app(front_factory: FrontFactory) -> Starlette:
                 executor.shutdown(wait=False, cancel_futures=True)
 
     routes = [
-        Route("/v1/chat/completions", ChatEndpoint(executor), methods=["POST"]),
+        Route("/v1/chat/completions", Endpoint(CHAT, executor), methods=["POST"]),
+        Route("/v1/completions", Endpoint(COMPLETIONS, executor), methods=["POST"]),
         Route("/v1/models", list_models),
         Route("/v1/models/{model:path}", show_model),
         Route("/health", health),
@@ -115,7 +118,10 @@ async def room_journal(request: Request) -> Response:
 
 
 async def status(request: Request) -> Response:
-    return _json(await _front(request).backend.status())
+    """The cluster's status; how many requests are open is the front's to say, since a client may still read the
+    tokens of one whose room has ended."""
+    front = _front(request)
+    return _json(await front.backend.status() | {"requests_live": front.requests_live})
 
 
 # --- Errors ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The few raw ASGI moves that the chat endpoint needs."""
+"""The few raw ASGI moves that a generating route needs."""
 
 from __future__ import annotations
 

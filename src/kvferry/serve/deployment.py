@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ray import serve
 from ray.serve.config import DeploymentActorConfig
@@ -19,6 +19,9 @@ from kvferry.cluster.config import Config, from_args
 from kvferry.cluster.names import CONTROLLER
 from kvferry.serve.app import build_app
 from kvferry.serve.front import Front
+
+if TYPE_CHECKING:
+    from kvferry.engine.tokenizer import ChatTokenizer
 
 #: Streams that one replica holds; beyond it Serve itself makes requests wait. The router's own limit comes first.
 MAX_ONGOING_REQUESTS = 1024
@@ -64,19 +67,31 @@ async def open_front(config: Config) -> AsyncIterator[Front]:
     from kvferry.cluster.client import connect
     from kvferry.cluster.clock import SystemClock, SystemRandom
     from kvferry.cluster.network import open_network
-    from kvferry.engine.tokenizer import ChatTokenizer
     from kvferry.obs.metrics import FrontMetrics
     from kvferry.obs.wall import unix_s
     from kvferry.serve.gateway import FrontInfo
 
     clock, random = SystemClock(), SystemRandom()
-    tokenizer = await asyncio.to_thread(ChatTokenizer.of, config.model.model)
-    info = FrontInfo(config.served_name(), int(unix_s()), config.api.default_max_tokens, config.api.max_body_bytes)
+    tokenizer, vocab_size = await asyncio.to_thread(_vocabulary, config.model.model)
+    api = config.api
+    info = FrontInfo(config.served_name(), int(unix_s()), api.default_max_tokens, api.max_body_bytes, vocab_size)
     name = f"front-{random.bits(32):08x}"  # unlike other actors it is looked up by nobody, and there may be several
     network = await open_network(name, config.cluster.bind_host, config.links, clock, random)
-    front = Front(network, connect(config), tokenizer.render, clock, random, info, FrontMetrics())
+    front = Front(network, connect(config), tokenizer, clock, random, info, FrontMetrics())
     await front.start()
     try:
         yield front
     finally:
         await front.close()
+
+
+def _vocabulary(model: str) -> tuple[ChatTokenizer, int]:
+    """The model's tokenizer, and how many ids its embedding has rows for. Raises ConfigError."""
+    from transformers import AutoConfig
+
+    from kvferry.engine.loader import load_tokenizer, locate
+    from kvferry.engine.tokenizer import ChatTokenizer
+
+    source = locate(model)
+    config = AutoConfig.from_pretrained(source.directory).get_text_config()
+    return ChatTokenizer(load_tokenizer(source)), int(config.vocab_size)

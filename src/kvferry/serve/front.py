@@ -14,7 +14,7 @@ from kvferry.obs.metrics import FrontMetrics
 from kvferry.protocol.errors import Cause, PeerError
 from kvferry.protocol.messages import Address, Message, RequestSpec, Sampling, Stop, Token, TokenBatch
 from kvferry.protocol.outcome import Outcome
-from kvferry.serve.gateway import Backend, ChatEncoder, FrontInfo, LimitsCache
+from kvferry.serve.gateway import Backend, FrontInfo, LimitsCache, PromptEncoder
 from kvferry.serve.live import LiveRequest
 from kvferry.serve.stream import Verdict
 
@@ -31,7 +31,7 @@ class Front:
         self,
         network: Network,
         backend: Backend,
-        encoder: ChatEncoder,
+        encoder: PromptEncoder,
         clock: Clock,
         random: Random,
         info: FrontInfo,
@@ -44,6 +44,11 @@ class Front:
         self._requests: dict[int, LiveRequest] = {}
         self._lost: dict[int, int] = {}  # incarnation -> serial of its last loss
         self._serial = 0
+
+    @property
+    def requests_live(self) -> int:
+        """Requests whose client still waits or reads. One that is closed may stay in the books a little longer."""
+        return sum(not live.closed for live in self._requests.values())
 
     async def start(self) -> None:
         await self._network.start(self)
@@ -97,6 +102,9 @@ class Front:
     def _outcome_came(self, live: LiveRequest, outcome: Outcome) -> None:
         live.outcome_came(outcome)
         if live.stream.over:
+            return
+        if not outcome.ok and live.decode is not None:
+            # A batch of decode's is proof that it has committed, whatever its room could still be told.
             return
         if not outcome.ok:
             cause = outcome.cause or Cause("handoff_failed", "the room failed without a cause", room=outcome.room)

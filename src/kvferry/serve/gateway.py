@@ -29,22 +29,29 @@ class Backend(Protocol):
     async def room(self, room: int) -> dict[str, Any] | None: ...
 
 
-class ChatEncoder(Protocol):
-    """Renders a conversation ({"role", "content"} each) through the model's chat template and tokenises it.
+class PromptEncoder(Protocol):
+    """The model's tokenizer. Called on one worker thread, never concurrently.
 
-    Called on one worker thread, never concurrently. Raises ValueError when the template refuses the messages.
+    * `render` passes a conversation ({"role", "content"} each) through the model's chat template and tokenises it.
+      Raises InvalidRequest or ValueError when the template refuses the messages.
+    * `encode` tokenises plain text, with the special tokens that the tokenizer adds. Raises InvalidRequest.
     """
 
-    def __call__(self, messages: Sequence[dict[str, str]]) -> Sequence[int]: ...
+    def render(self, messages: Sequence[dict[str, str]], /) -> Sequence[int]: ...
+    def encode(self, text: str, /) -> Sequence[int]: ...
 
 
 class FrontInfo(msgspec.Struct, frozen=True):
-    """What the API says about itself, and its own limits. `created` is in seconds since 1970."""
+    """What the API says about itself, and its own limits. `created` is in seconds since 1970.
+
+    A prompt given as token ids holds ids below `vocab_size`, so with 0 there can be none.
+    """
 
     model: str
     created: int = 0
     default_max_tokens: int = 512
     max_body_bytes: int = 4 * 1024 * 1024
+    vocab_size: int = 0
 
 
 class Limits(msgspec.Struct, frozen=True):

@@ -72,8 +72,9 @@ def local_cluster(config: Config, quiet: bool = True) -> Iterator[str]:
 
 
 def base_url(config: Config) -> str:
-    host = "127.0.0.1" if config.http.host == "0.0.0.0" else config.http.host
-    return f"http://{host}:{config.http.port}"
+    """Where this machine reaches the API: a wildcard address is bound, but can't be called; IPv6 needs brackets."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.http.host, config.http.host)
+    return f"http://[{host}]:{config.http.port}" if ":" in host else f"http://{host}:{config.http.port}"
 
 
 def _wait_ready(config: Config, stop: threading.Event) -> bool:
@@ -102,7 +103,8 @@ def _missing(answer: httpx.Response) -> str:
 def _say_hello(config: Config) -> None:
     url = base_url(config)
     pairs = f"{config.prefill.instances} prefill + {config.decode.instances} decode"
-    console.print(f"[bold green]KVFerry serves {config.served_name()} at {url}/v1[/bold green] ({pairs}); Ctrl-C stops it")
+    hello = f"[bold green]KVFerry serves {config.served_name()} at {url}/v1[/bold green]"
+    console.print(f"{hello} ({pairs}); Ctrl-C stops it")
     body = (
         f'{{"model": "{config.served_name()}", "temperature": 0, '
         '"messages": [{"role": "user", "content": "What is the capital of France?"}]}'

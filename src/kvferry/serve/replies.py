@@ -1,8 +1,9 @@
-"""What the API sends: OpenAI's `chat.completion`, its chunks, and the list of models."""
+"""What the API sends: OpenAI's completion objects, whole or as a stream of chunks, and the list of models."""
 
 from __future__ import annotations
 
-from typing import Literal
+from abc import ABC, abstractmethod
+from typing import ClassVar, Literal
 
 import msgspec
 
@@ -12,6 +13,9 @@ from kvferry.serve.errors import ErrorBody
 _encode = msgspec.json.Encoder().encode
 
 DONE = b"data: [DONE]\n\n"
+
+#: Token ids where the client asked for them; absent otherwise.
+TokenIds = tuple[int, ...] | msgspec.UnsetType
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -26,51 +30,30 @@ def usage_of(prompt_tokens: int, completion_tokens: int) -> Usage:
     return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens)
 
 
-class AnswerMessage(msgspec.Struct, frozen=True):
-    content: str
-    role: Literal["assistant"] = "assistant"
-    refusal: None = None
+class Completion(msgspec.Struct, frozen=True):
+    """A whole answer, or one chunk of it. `created` is in seconds since 1970.
 
-
-class AnswerChoice(msgspec.Struct, frozen=True):
-    message: AnswerMessage
-    finish_reason: str
-    index: int = 0
-    logprobs: None = None
-
-
-class ChatCompletion(msgspec.Struct, frozen=True):
-    """`created` is in seconds since 1970."""
+    In chunks `usage` is absent unless the client asked for it; then it is null on all of them but the last.
+    """
 
     id: str
+    object: str
     created: int
     model: str
-    choices: tuple[AnswerChoice, ...]
-    usage: Usage
-    object: Literal["chat.completion"] = "chat.completion"
-
-
-class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
-    role: str | None = None
-    content: str | None = None
-
-
-class ChunkChoice(msgspec.Struct, frozen=True):
-    delta: Delta
-    finish_reason: str | None = None
-    index: int = 0
-    logprobs: None = None
-
-
-class Chunk(msgspec.Struct, frozen=True):
-    """`usage` is absent unless the client asked for it; then it is null on all chunks but the last."""
-
-    id: str
-    created: int
-    model: str
-    choices: tuple[ChunkChoice, ...]
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    choices: tuple[msgspec.Struct, ...]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_token_ids: TokenIds = msgspec.UNSET
+
+
+class Head(msgspec.Struct, frozen=True):
+    """What every part of one answer repeats, and what its client wants to see besides the text."""
+
+    id: str
+    created: int
+    model: str
+    prompt_ids: tuple[int, ...]
+    with_usage: bool
+    with_token_ids: bool
 
 
 def event(body: msgspec.Struct) -> bytes:
@@ -78,41 +61,48 @@ def event(body: msgspec.Struct) -> bytes:
     return b"data: " + _encode(body) + b"\n\n"
 
 
-class ChunkWriter:
-    """Makes the events of one stream: the role first, a chunk per token that shows text, the finish_reason, and
-    the usage if it was asked for."""
+class AnswerWriter(ABC):
+    """Makes the bodies of one answer: `whole` alone, or `tokens` as they come, and then `end` (or `error`)."""
 
-    def __init__(self, identity: str, created: int, model: str, with_usage: bool) -> None:
-        self._id, self._created, self._model = identity, created, model
-        self._usage: msgspec.UnsetType | None = None if with_usage else msgspec.UNSET
-        self._with_usage = with_usage
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
 
-    def _chunk(self, delta: Delta, finish_reason: str | None = None) -> bytes:
-        choices = (ChunkChoice(delta, finish_reason),)
-        return event(Chunk(self._id, self._created, self._model, choices, usage=self._usage))
+    def __init__(self, head: Head) -> None:
+        self.head = head
+        self._usage: msgspec.UnsetType | None = None if head.with_usage else msgspec.UNSET
 
-    def role(self) -> bytes:
-        return self._chunk(Delta(role="assistant", content=""))
+    @abstractmethod
+    def whole(self, tokens: list[Token], usage: Usage) -> Completion:
+        """The answer that consists of `tokens`, whose last one carries the finish_reason."""
 
+    @abstractmethod
     def tokens(self, tokens: list[Token]) -> bytes:
-        """The events of some tokens, in order; b"" when none of them shows text or ends the answer."""
-        parts = []
-        for token in tokens:
-            if token.text:
-                parts.append(self._chunk(Delta(content=token.text)))
-            if token.finish_reason:
-                parts.append(self._chunk(Delta(), token.finish_reason))
-        return b"".join(parts)
+        """The events of some more tokens, in order; b"" when none of them has anything to show."""
 
     def end(self, usage: Usage) -> bytes:
-        last = b""
-        if self._with_usage:
-            last = event(Chunk(self._id, self._created, self._model, (), usage=usage))
-        return last + DONE
+        """The usage, if it was asked for, and the end of the stream."""
+        head = self.head
+        last = Completion(head.id, self.chunk_object, head.created, head.model, (), usage)
+        return (event(last) if head.with_usage else b"") + DONE
 
     def error(self, body: ErrorBody) -> bytes:
         """The event that ends a stream which can't be finished. No [DONE] follows it."""
         return event(body)
+
+    def _whole(self, choice: msgspec.Struct, usage: Usage, prompt_ids: TokenIds = msgspec.UNSET) -> Completion:
+        head = self.head
+        return Completion(head.id, self.whole_object, head.created, head.model, (choice,), usage, prompt_ids)
+
+    def _chunk(self, choice: msgspec.Struct, prompt_ids: TokenIds = msgspec.UNSET) -> bytes:
+        head = self.head
+        chunk = Completion(head.id, self.chunk_object, head.created, head.model, (choice,), self._usage, prompt_ids)
+        return event(chunk)
+
+    def _ids(self, tokens: list[Token]) -> TokenIds:
+        return tuple(token.token_id for token in tokens) if self.head.with_token_ids else msgspec.UNSET
+
+    def _prompt_ids(self) -> TokenIds:
+        return self.head.prompt_ids if self.head.with_token_ids else msgspec.UNSET
 
 
 class ModelCard(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""What a client may send to /v1/chat/completions, and how a body becomes a `ChatRequest`.
+"""What a client may send to /v1/chat/completions and /v1/completions, and how a body becomes a request.
 
 Nothing is ignored in silence: a field that does not exist is refused by name, one that exists in OpenAI's API
 (or in common extensions of it) but has no effect here is refused by name unless its value asks for nothing.
@@ -7,15 +7,14 @@ The one opaque field is `user`: it is accepted, and neither read nor kept.
 
 from __future__ import annotations
 
-import difflib
-import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
 
 from kvferry.protocol.errors import InvalidRequest
-from kvferry.serve.errors import UnknownParameter, UnsupportedParameter
+from kvferry.serve.errors import UnsupportedParameter
+from kvferry.serve.strict import Unsupported, convert, decode_object, known_only, short
 
 MAX_STOPS = 16
 MAX_STOP_TOKEN_IDS = 64
@@ -43,21 +42,26 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
 
 
-class ChatRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Fields and ranges of the request; None means "not given". Defaults are filled in by `prepare`."""
+class GenerationRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Fields and ranges that the routes share; None means "not given". Defaults are filled in by `prepare`.
+
+    `return_token_ids` is vLLM's extension: the answer also shows the ids of the prompt and of its own tokens.
+    """
+
+    #: The field that holds the prompt, for messages about it.
+    prompt_field: ClassVar[str]
 
     model: Annotated[str, Meta(min_length=1)]
-    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
     max_tokens: TokenCount | None = None
-    max_completion_tokens: TokenCount | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
     n: int | None = None
     user: str | None = None
 
@@ -69,129 +73,94 @@ class ChatRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def wants_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    def asked_tokens(self) -> tuple[str, int | None]:
+        """The limit of the answer's length, and the name that the client gave it by."""
+        return "max_tokens", self.max_tokens
 
-#: Fields that have no effect here -> the values, besides null, that ask for nothing.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "audio": (), "best_of": (1,), "echo": (False,), "frequency_penalty": (0,), "function_call": ("none",),
-    "functions": ([],), "ignore_eos": (False,), "logit_bias": ({},), "logprobs": (False,), "metadata": ({},),
-    "min_p": (0,), "min_tokens": (0,), "modalities": (["text"],), "moderation": (),
-    "parallel_tool_calls": (True, False), "prediction": (), "presence_penalty": (0,), "prompt_cache_key": (),
-    "prompt_cache_retention": (), "prompt_logprobs": (), "reasoning_effort": (), "repetition_penalty": (1,),
+
+class ChatRequest(GenerationRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    prompt_field: ClassVar[str] = "messages"
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    max_completion_tokens: TokenCount | None = None
+
+    def asked_tokens(self) -> tuple[str, int | None]:
+        if self.max_tokens is None and self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return "max_tokens", self.max_tokens
+
+
+class CompletionRequest(GenerationRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`prompt`: text, or token ids, which `prepare` holds against the model's vocabulary."""
+
+    prompt_field: ClassVar[str] = "prompt"
+
+    prompt: Annotated[str, Meta(min_length=1)] | Annotated[list[int], Meta(min_length=1)]
+
+
+_UNSUPPORTED: Unsupported = {
+    "best_of": (1,), "echo": (False,), "frequency_penalty": (0,), "ignore_eos": (False,), "logit_bias": ({},),
+    "min_p": (0,), "min_tokens": (0,), "presence_penalty": (0,), "prompt_logprobs": (), "repetition_penalty": (1,),
+}  # fmt: skip
+
+UNSUPPORTED_IN_CHAT: Unsupported = _UNSUPPORTED | {
+    "audio": (), "function_call": ("none",), "functions": ([],), "logprobs": (False,), "metadata": ({},),
+    "modalities": (["text"],), "moderation": (), "parallel_tool_calls": (True, False), "prediction": (),
+    "prompt_cache_key": (), "prompt_cache_retention": (), "reasoning_effort": (),
     "response_format": ({"type": "text"},), "safety_identifier": (), "service_tier": ("auto", "default"),
     "store": (False,), "tool_choice": ("none", "auto"), "tools": ([],), "top_logprobs": (0,), "verbosity": (),
     "web_search_options": (),
 }  # fmt: skip
 
+#: Here `logprobs` is a number, and 0 asks for those of the chosen tokens.
+UNSUPPORTED_IN_COMPLETION: Unsupported = _UNSUPPORTED | {"logprobs": (), "suffix": ("",)}
+
 #: The same for fields of a message: what OpenAI's own replies carry must be acceptable as history.
-UNSUPPORTED_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
+UNSUPPORTED_IN_MESSAGE: Unsupported = {
     "annotations": ([],), "audio": (), "function_call": (), "name": (), "reasoning_content": (), "refusal": (),
     "tool_call_id": (), "tool_calls": ([],),
 }  # fmt: skip
 
-_PATH = re.compile(r" - at `\$\.?([^`]*)`$")
-
 
 def parse_chat(body: bytes) -> ChatRequest:
     """The request in `body`. Raises InvalidRequest (or a subclass) that names field, value and limit."""
-    try:
-        raw = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"the body is not JSON: {error}") from None
-    except RecursionError:
-        raise InvalidRequest("the body is nested too deeply") from None
-    if not isinstance(raw, dict):
-        raise InvalidRequest(f"the body must be a JSON object, not {_kind(raw)}")
-    fields = _known_only(raw, "", ChatRequest, UNSUPPORTED)
+    fields = known_only(decode_object(body), "", ChatRequest, UNSUPPORTED_IN_CHAT)
     if isinstance(messages := fields.get("messages"), list):
         fields["messages"] = [
-            _known_only(message, f"messages[{i}].", ChatMessage, UNSUPPORTED_IN_MESSAGE)
+            known_only(message, f"messages[{i}].", ChatMessage, UNSUPPORTED_IN_MESSAGE)
             if isinstance(message, dict) else message
             for i, message in enumerate(messages)
         ]  # fmt: skip
-    try:
-        chat = msgspec.convert(fields, ChatRequest)
-    except msgspec.ValidationError as error:
-        raise _named(str(error), fields) from None
+    chat = convert(fields, ChatRequest)
     _check_together(chat)
-    return chat
-
-
-def _check_together(chat: ChatRequest) -> None:
-    """What one field's own type can't say."""
-    if chat.n not in (None, 1):
-        raise UnsupportedParameter(f"n: {chat.n} is not supported; allowed: 1", "n")
     if None not in (chat.max_tokens, chat.max_completion_tokens) and chat.max_tokens != chat.max_completion_tokens:
         raise InvalidRequest(
             f"max_tokens ({chat.max_tokens}) and max_completion_tokens ({chat.max_completion_tokens}) are two names "
             "of one limit and differ", "max_tokens",
         )  # fmt: skip
-    if chat.stream_options is not None and not chat.stream:
+    return chat
+
+
+def parse_completion(body: bytes) -> CompletionRequest:
+    """The request in `body`. Raises InvalidRequest (or a subclass) that names field, value and limit."""
+    fields = known_only(decode_object(body), "", CompletionRequest, UNSUPPORTED_IN_COMPLETION)
+    _check_one_prompt(fields.get("prompt"))
+    completion = convert(fields, CompletionRequest)
+    _check_together(completion)
+    return completion
+
+
+def _check_one_prompt(prompt: Any) -> None:
+    """A list whose first item is itself a prompt is OpenAI's way to ask for several answers."""
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
+        raise UnsupportedParameter(
+            f"prompt: not supported yet: one prompt per request; got a list of prompts: {short(prompt)}", "prompt"
+        )
+
+
+def _check_together(request: GenerationRequest) -> None:
+    """What one field's own type can't say."""
+    if request.n not in (None, 1):
+        raise UnsupportedParameter(f"n: {request.n} is not supported; allowed: 1", "n")
+    if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options is only allowed with stream: true", "stream_options")
-
-
-def _known_only(
-    raw: dict[str, Any], prefix: str, struct: type[msgspec.Struct], unsupported: dict[str, tuple[Any, ...]]
-) -> dict[str, Any]:
-    """`raw` without the unsupported fields that ask for nothing. Raises for the others, and for unknown ones."""
-    known = {field.name for field in msgspec.structs.fields(struct)}
-    kept = {}
-    for name, value in raw.items():
-        if name in known:
-            kept[name] = value
-        elif name in unsupported:
-            if value is not None and not any(_same(value, neutral) for neutral in unsupported[name]):
-                raise UnsupportedParameter(f"{prefix}{name} is not supported (got {_short(value)})", f"{prefix}{name}")
-        else:
-            close = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise UnknownParameter(f"unknown field {prefix}{name[:100]}{hint}", f"{prefix}{name[:100]}")
-    return kept
-
-
-def _same(value: Any, neutral: Any) -> bool:
-    """Equal, and not merely because Python takes False for 0."""
-    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
-
-
-def _named(text: str, raw: dict[str, Any]) -> InvalidRequest:
-    """msgspec says what it expected and where; add the value that stood there."""
-    match = _PATH.search(text)
-    expected = text[: match.start()] if match else text
-    path = match.group(1) if match else ""
-    missing = re.match(r"Object missing required field `([^`]+)`$", expected)
-    if missing:
-        param = f"{path}.{missing.group(1)}".lstrip(".")
-        return InvalidRequest(f"{param} is required", param)
-    unknown = re.match(r"Object contains unknown field `([^`]+)`$", expected)
-    if unknown:
-        param = f"{path}.{unknown.group(1)[:100]}"
-        return UnknownParameter(f"unknown field {param}", param)
-    value = _short(_look_up(raw, path))
-    return InvalidRequest(f"{path or 'body'}: {value} is not acceptable: {_plain(expected, path)}", path or None)
-
-
-def _plain(expected: str, path: str) -> str:
-    """What is allowed, where msgspec's own words do not list it."""
-    if path.endswith("].role"):
-        return "allowed roles are system, user, assistant"
-    if path.endswith("].type"):
-        return "only parts of type text are supported"
-    return expected[0].lower() + expected[1:]
-
-
-def _look_up(raw: Any, path: str) -> Any:
-    for step in re.findall(r"\w+|\[\d+\]|\[\.\.\.\]", path):
-        try:
-            raw = raw[int(step[1:-1])] if step[0] == "[" else raw[step]
-        except (KeyError, IndexError, TypeError, ValueError):
-            break
-    return raw
-
-
-def _short(value: Any) -> str:
-    text = msgspec.json.encode(value).decode()
-    return text if len(text) <= 100 else f"{text[:100]}…"
-
-
-def _kind(value: Any) -> str:
-    return {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}.get(type(value), "a number")
