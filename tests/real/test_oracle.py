@@ -59,29 +59,35 @@ class Watched:
 
 
 @pytest.fixture(scope="module")
-def unified() -> Callable[..., tuple[list[int], list[float]]]:
-    """Answers in this process, both roles in one: (token ids, margins)."""
+def unified() -> Callable[..., list[tuple[list[int], list[float]]]]:
+    """Answers several prompts in this process, both roles in one: (token ids, margins) of each."""
     torch.set_num_threads(1)
     loaded = load("smollm2-135m")
-    engine = TorchEngine(loaded, pages=400, page_size=16, metadata_rows=1, threads=1, now_s=time.perf_counter)
+    engine = TorchEngine(loaded, pages=720, page_size=16, metadata_rows=1, threads=1, now_s=time.perf_counter)
     texts = TokenizerTexts(loaded.tokenizer, loaded.eos_token_ids)
 
-    async def answer(prompt: tuple[int, ...], sampling: Sampling) -> tuple[list[int], list[float]]:
+    async def answer(prompts: list[list[int]], sampling: Sampling) -> list[tuple[list[int], list[float]]]:
         watched = Watched(engine)
         actor = Unified(watched, texts)
         task = asyncio.get_running_loop().create_task(actor.run())
-        ids = [token.token_id async for token in actor.generate(RequestSpec(1, prompt, sampling, NOBODY))]
-        assert (await actor.status())["pages"]["free"] == 400
+
+        async def one(prompt: list[int]) -> list[int]:
+            spec = RequestSpec(1, tuple(prompt), sampling, NOBODY)
+            return [token.token_id async for token in actor.generate(spec)]
+
+        answers = await asyncio.gather(*(one(prompt) for prompt in prompts))
         task.cancel()
-        return ids, watched.margins[1]
+        await asyncio.gather(task, return_exceptions=True)
+        assert actor.ledger.counts().at_baseline
+        return [(ids, watched.margins[key + 1]) for key, ids in enumerate(answers)]
 
     async def keep_open() -> None:
         """Many actors share the engine, one after the other."""
 
     engine.close = keep_open  # type: ignore[method-assign]
 
-    def ask(prompt: list[int], **sampling: Any) -> tuple[list[int], list[float]]:
-        return asyncio.run(answer(tuple(prompt), Sampling(max_tokens=TOKENS, **sampling)))
+    def ask(prompts: list[list[int]], **sampling: Any) -> list[tuple[list[int], list[float]]]:
+        return asyncio.run(answer(prompts, Sampling(max_tokens=TOKENS, **sampling)))
 
     return ask
 
@@ -114,8 +120,9 @@ def test_pd_over_http_equals_transformers(server: Any) -> None:
     entries = REFERENCE["prompts"]
     assert len(entries) == 30 and {1, 15, 16, 17, 255, 256, 257, 511, 512, 513, 1500} <= {e["length"] for e in entries}
     equal = 0
-    for entry in entries:
-        ids = over_http(server, entry["prompt_ids"])
+    with ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(lambda entry: over_http(server, entry["prompt_ids"]), entries))
+    for entry, ids in zip(entries, answers, strict=True):
         equal += assert_same(ids, up_to_eos(entry), entry["margins"], TIE, entry["length"])
     assert equal >= 28  # ties are rare: the rule must not be what makes this pass
     server.wait_baseline()
@@ -131,8 +138,8 @@ def test_eight_in_parallel_give_what_they_give_alone(server: Any) -> None:
 
 
 def test_unified_equals_transformers(unified: Any) -> None:
-    for entry in REFERENCE["prompts"]:
-        ids, _ = unified(entry["prompt_ids"])
+    answers = unified([entry["prompt_ids"] for entry in REFERENCE["prompts"]])
+    for entry, (ids, _) in zip(REFERENCE["prompts"], answers, strict=True):
         assert_same(ids, up_to_eos(entry), entry["margins"], TIE, entry["length"])
 
 
@@ -140,9 +147,11 @@ def test_unified_equals_transformers(unified: Any) -> None:
 def test_seeded_sampling_pd_equals_unified(server: Any, unified: Any, sampling: dict[str, Any]) -> None:
     """Equal, or first different where the draw lies within 1e-4 of a boundary; and not simply greedy."""
     different_from_greedy = False
-    for entry in [entry for entry in REFERENCE["prompts"] if entry["length"] in (17, 65, 300)]:
-        right, margins = unified(entry["prompt_ids"], **sampling)
-        ids = over_http(server, entry["prompt_ids"], **sampling)
+    entries = [entry for entry in REFERENCE["prompts"] if entry["length"] in (17, 65, 200)]
+    rights = unified([entry["prompt_ids"] for entry in entries], **sampling)
+    with ThreadPoolExecutor(3) as pool:
+        answers = list(pool.map(lambda entry: over_http(server, entry["prompt_ids"], **sampling), entries))
+    for entry, ids, (right, margins) in zip(entries, answers, rights, strict=True):
         assert_same(ids, right, margins, EDGE, (entry["length"], sampling))
         different_from_greedy |= right != up_to_eos(entry)
     assert different_from_greedy
