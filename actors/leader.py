@@ -1,4 +1,4 @@
-"""What prefill's and decode's leaders share: registration, the tie to each request's front, progress, status.
+"""What prefill's and decode's leaders share: rooms and their ends, the forward, registration, clocks, status.
 
 Rule: a leader answers `Opened` only when its link to the request's front is open. So a front that is told of a
 commit has been linked to that decode, and hears of its end.
@@ -7,36 +7,43 @@ commit has been linked to that decode, and hears of its end.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from kvferry.actors.actor import Actor
+from kvferry.actors.forward import Forward
+from kvferry.actors.leg_room import LegRoom
 from kvferry.actors.membership import Membership, RegistryFound
+from kvferry.actors.outbox import TokenOutbox
 from kvferry.actors.ports import Clock, LostReason, Network, Resolve
 from kvferry.actors.settings import ClockSettings
-from kvferry.engine.contract import Engine, StepPlan, StepResult
+from kvferry.engine.contract import Engine, StepPlan, StepResult, TextFactory
 from kvferry.memory.ledger import PageLedger
-from kvferry.protocol.clocks import Limits
+from kvferry.protocol.clocks import Clocks, Limits, Wait
 from kvferry.protocol.errors import Cause
+from kvferry.protocol.kvpoll import STICKY
 from kvferry.protocol.messages import (
     Address,
     Failed,
     Message,
+    OpenDecode,
     Opened,
+    OpenPrefill,
     Progress,
     RankInfo,
     Register,
     Registered,
     RegistrationRefused,
-    RequestSpec,
-    Token,
-    TokenBatch,
+    Stop,
     UnknownRoom,
 )
+from kvferry.transfer.contract import Endpoint
 
 PROGRESS_EVERY_S = 1.0
+
+R = TypeVar("R", bound=LegRoom)
 
 
 class StepDone(msgspec.Struct, frozen=True):
@@ -46,57 +53,68 @@ class StepDone(msgspec.Struct, frozen=True):
     result: StepResult
 
 
-class LegRoom(Protocol):
-    """What the shared code needs to know of a room's record at a leg."""
+@dataclass(frozen=True)
+class Parts:
+    """What a leader is made of. `mailbox` is its limit in messages; `max_rooms` in rooms of any phase."""
 
-    room: int
-    attempt: int
-    spec: RequestSpec
-    router: Address
-    opened: bool
-    opened_s: float
+    network: Network
+    clock: Clock
+    mailbox: int
+    resolve: Resolve
+    engine: Engine
+    texts: TextFactory
+    endpoint: Endpoint
+    info: RankInfo
+    limits: ClockSettings
+    max_rooms: int
 
 
-class Leader(Actor):
-    """Base of the two leaders. `role` is also the name of its leg."""
+class Leader(Actor, Generic[R]):
+    """Base of the two leaders. `role` is also the name of its leg. Its own task alone writes its state; the forward
+    runs on the engine's thread, writes on the endpoint's.
+    """
 
     role = ""
+    #: The machine's events for what both legs meet in the same way.
+    STOP: Any = None
+    EXPIRED: Any = None
+    ROOM_LOST: Any = None
+    PEER_LOST: Any = None
+    FRONT_LOST: Any = None
 
-    def __init__(
-        self,
-        network: Network,
-        clock: Clock,
-        mailbox: int,
-        resolve: Resolve,
-        engine: Engine,
-        info: RankInfo,
-        limits: ClockSettings,
-    ) -> None:
-        super().__init__(network, clock, mailbox)
-        self.engine = engine
-        self.info = info
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts.network, parts.clock, parts.mailbox)
+        limits = parts.limits
         self.limits = Limits(
             limits.admission_wait_s, limits.prefill_wait_s, limits.transfer_wait_s, limits.no_progress_s
         )
-        self.ledger = PageLedger(engine.limits.pages, engine.metadata_rows)
-        self.step_started = 0  # number of the last forward given to the engine
-        self.step_done = 0
-        self._stepping = False
-        self._stepping_since_s = 0.0
-        self._tokens: dict[int, list[Token]] = {}
-        self._progress_at_s = 0.0
-        self.membership = Membership(network, resolve, Register(info), self.spawn, self._mailbox.put)
+        self.engine, self.texts, self.endpoint, self.info = parts.engine, parts.texts, parts.endpoint, parts.info
+        self.max_rooms = parts.max_rooms
+        self.page_size = self.engine.limits.page_size
+        self.ledger = PageLedger(self.engine.limits.pages, self.engine.metadata_rows)
+        self.forward = Forward(self.engine, self.limits.no_progress_s)
+        self.rooms: dict[int, R] = {}
+        self.outbox = TokenOutbox(self.network, self.role)
+        self.membership = Membership(self.network, parts.resolve, Register(self.info), self.spawn, self._mailbox.put)
         self.refusal: str | None = None
+        self._progress_at_s = 0.0
+        self._on_message = {
+            Stop: self._stop, Registered: self._registered, RegistrationRefused: self._registration_refused,
+        }  # fmt: skip
 
-    # --- items ---
+    async def close(self) -> None:
+        await self.endpoint.close()
+        await self.engine.close()
+        await super().close()
+
+    # --- a turn ---
 
     def receive(self, item: Any) -> None:
         match item:
             case RegistryFound(address):
                 self.membership.found(address)
             case StepDone(plan, result):
-                self._stepping = False
-                self.step_done = plan.step
+                self.forward.finished(plan.step)
                 self.step_finished(plan, result)
             case _:
                 super().receive(item)
@@ -104,11 +122,15 @@ class Leader(Actor):
     def advance(self) -> None:
         """Admit or reserve what fits, start the next forward, publish the tokens."""
         self.admit()
-        if not self._stepping:
-            plan = self.plan_step(self.step_started + 1)
+        if not self.forward.running:
+            plan = self.plan_step(self.forward.next)
             if plan is not None:
-                self._start(plan)
-        self._publish()
+                self.forward.started(self.clock.now_s())
+                self.spawn(self._run(plan))
+        self.outbox.flush()
+
+    async def _run(self, plan: StepPlan) -> None:
+        self._mailbox.put(StepDone(plan, await self.forward.run(plan)))
 
     def admit(self) -> None:
         """Give waiting rooms what they need, in order of arrival; the first that does not fit holds back the rest."""
@@ -120,107 +142,140 @@ class Leader(Actor):
     def step_finished(self, plan: StepPlan, result: StepResult) -> None:
         raise NotImplementedError
 
-    def _start(self, plan: StepPlan) -> None:
-        self._stepping = True
-        self._stepping_since_s = self.clock.now_s()
-        self.step_started = plan.step
+    # --- rooms: opening, failing, forgetting ---
 
-        async def forward() -> None:
-            self._mailbox.put(StepDone(plan, await self.engine.step(plan)))
+    def new_room(self, router: Address, message: OpenPrefill | OpenDecode, peer: Address) -> dict[str, Any]:
+        """The fields that a new room's record has in both legs; its admission clock starts now."""
+        now_s = self.clock.now_s()
+        clocks = Clocks(self.limits, now_s)
+        clocks.wait(Wait.ADMISSION, now_s)
+        return {
+            "room": message.room, "attempt": message.attempt, "spec": message.spec, "router": router, "peer": peer,
+            "opened_s": now_s, "clocks": clocks,
+        }  # fmt: skip
 
-        self.spawn(forward())
+    def place_refused(self, room: int) -> Cause | None:
+        """Why no room can be opened here now, or None."""
+        if room in self.rooms:
+            return Cause("handoff_failed", "the room is open here already", self.role, room=room)
+        if len(self.rooms) >= self.max_rooms:
+            text = f"{self.role} holds {len(self.rooms)} rooms; the limit is {self.max_rooms}"
+            return Cause("overloaded", text, self.role, room=room)
+        return None
 
-    # --- links ---
+    def refuse_open(self, router: Address, room: int, cause: Cause) -> None:
+        self.counts["rooms refused"] += 1
+        self.network.send(router.incarnation, Failed(room, self.role, cause))
 
-    def link_up(self, peer: Address) -> None:
-        self.membership.link_up(peer)
-        for room in self.leg_rooms():
-            self.open_if_linked(room)
+    def take_in(self, room: R) -> None:
+        """Keep the record, and open the links that the room needs."""
+        self.rooms[room.room] = room
+        for peer in self.links_needed(room):
+            self.network.dial(peer)
+        self._open_if_linked(room)
 
-    def link_lost(self, peer: Address, reason: LostReason) -> None:
-        self.membership.link_lost(peer)
-
-    def leg_rooms(self) -> list[Any]:
-        """The rooms' records."""
-        raise NotImplementedError
-
-    def links_needed(self, room: Any) -> list[Address]:
+    def links_needed(self, room: R) -> list[Address]:
         """The links that must be open before the leg says `Opened`."""
         return [room.spec.front]
 
-    def open_if_linked(self, room: LegRoom) -> None:
+    def _open_if_linked(self, room: R) -> None:
         """Say `Opened` once, as soon as every link that the room needs is open."""
         if not room.opened and all(self.network.is_up(peer.incarnation) for peer in self.links_needed(room)):
             room.opened = True
             self.tell_room(room, Opened(room.room, self.role))
             self.leg_opened(room)
 
-    def leg_opened(self, room: Any) -> None:
+    def leg_opened(self, room: R) -> None:
         """The room has just been opened here."""
+
+    def leg_rooms(self) -> list[R]:
+        """The rooms as they are now: handling an event may end some of them."""
+        return list(self.rooms.values())
+
+    def fail(self, room: R, event: Any, text: str, peer: str, code: str = "peer_lost") -> None:
+        """An event that ends the room, with its cause."""
+        cause = self.cause(room, code, text, room.machine.state.name, peer)
+        self.act(room, room.machine.handle(event, cause))
+
+    def act(self, room: R, commands: list[Any]) -> None:
+        """Carry out the machine's commands, in order."""
+        raise NotImplementedError
+
+    def _stop(self, _front: Address, message: Stop) -> None:
+        room = self.rooms.get(message.room)
+        if room is not None:
+            self.fail(room, self.STOP, "the client has gone", "", "aborted")
+
+    # --- links ---
+
+    def link_up(self, peer: Address) -> None:
+        self.membership.link_up(peer)
+        for room in self.leg_rooms():
+            self._open_if_linked(room)
+
+    def link_lost(self, peer: Address, reason: LostReason) -> None:
+        self.membership.link_lost(peer)
+        text = f"the link to {peer.name} ended: {reason.value}"
+        for room in self.leg_rooms():
+            for party, event in (
+                (room.router, self.ROOM_LOST),
+                (room.peer, self.PEER_LOST),
+                (room.spec.front, self.FRONT_LOST),
+            ):
+                if party.incarnation == peer.incarnation:
+                    self.fail(room, event, text, peer.name)
 
     # --- saying things ---
 
-    def tell_room(self, room: LegRoom, message: Message) -> None:
+    def tell_room(self, room: R, message: Message) -> None:
         """Say it to the room, at its router. If that link is gone, the room is, and LinkLost says so."""
         self.network.send(room.router.incarnation, message)
 
-    def refuse_open(self, router: Address, room: int, cause: Cause) -> None:
-        self.counts["rooms refused"] += 1
-        self.network.send(router.incarnation, Failed(room, self.role, cause))
+    def tell_both(self, room: R, message: Message) -> None:
+        """Say it to the other leg's leader, with a copy to the room."""
+        self.network.send(room.peer.incarnation, message)
+        self.tell_room(room, message)
 
     def unknown_room(self, peer: Address, room: int) -> None:
         self.counts["messages for unknown rooms"] += 1
         self.network.send(peer.incarnation, UnknownRoom(room, self.role))
 
-    def publish(self, room: LegRoom, index: int, token_id: int, text: str, finish_reason: str) -> None:
-        """Queue a token for the request's front; all of a turn leave in one message per front."""
-        token = Token(room.spec.request, room.attempt, room.room, index, token_id, text, finish_reason)
-        self._tokens.setdefault(room.spec.front.incarnation, []).append(token)
-
-    def _publish(self) -> None:
-        for front, tokens in self._tokens.items():
-            self.network.send(front, TokenBatch(self.role, tuple(tokens)))
-        self._tokens.clear()
-
-    def cause(self, room: LegRoom, code: str, message: str, state: str, peer: str = "") -> Cause:
+    def cause(self, room: R, code: str, message: str, state: str, peer: str = "") -> Cause:
         elapsed_s = self.clock.now_s() - room.opened_s
         return Cause(code, message, self.role, 0, peer, room.room, state, elapsed_s)
 
-    def progress(self, room: LegRoom, event: str, **fields: Any) -> Progress:
+    def progress(self, room: R, event: str, **fields: Any) -> Progress:
         offset_s = self.clock.now_s() - room.opened_s
-        return Progress(room.room, self.role, event, step=self.step_done, offset_s=offset_s, **fields)
+        return Progress(room.room, self.role, event, step=self.forward.done, offset_s=offset_s, **fields)
+
+    # --- clocks ---
 
     def tick(self, now_s: float) -> None:
         self.membership.tick(now_s)
-        self._check_engine(now_s)
-        self.check_clocks(now_s)
+        self.forward.check(now_s)
+        self._check_clocks(now_s)
         if now_s >= self._progress_at_s:
             self._progress_at_s = now_s + PROGRESS_EVERY_S
             self.report_progress()
 
-    def _check_engine(self, now_s: float) -> None:
-        """A forward that does not end can't be cancelled, and its pages can't be proved quiet: the process must go."""
-        elapsed_s = now_s - self._stepping_since_s
-        if self._stepping and elapsed_s >= self.limits.no_progress_s:
-            limit_s = self.limits.no_progress_s
-            raise EngineStalled(
-                f"forward {self.step_started} has run for {elapsed_s:.1f} s; the limit is {limit_s:g} s"
-            )
-
-    def check_clocks(self, now_s: float) -> None:
-        raise NotImplementedError
+    def _check_clocks(self, now_s: float) -> None:
+        for room in self.leg_rooms():
+            expiry = room.clocks.expired(now_s)
+            if expiry is not None and room.machine.kvpoll not in STICKY:
+                text = f"{expiry.clock} for {expiry.elapsed_s:.1f} s; the limit is {expiry.limit_s:g} s"
+                self.fail(room, self.EXPIRED, text, room.peer.name, "deadline_exceeded")
 
     def report_progress(self) -> None:
-        """Once a second: tell each live room and its other leg where it stands."""
+        """Once a second: tell each waiting room and its other leg where it stands."""
         raise NotImplementedError
 
     # --- registration ---
 
-    def registered(self, _peer: Address, _message: Registered) -> None:
+    def _registered(self, _peer: Address, _message: Registered) -> None:
         self.membership.accepted = True
         self.refusal = None
 
-    def registration_refused(self, _peer: Address, message: RegistrationRefused) -> None:
+    def _registration_refused(self, _peer: Address, message: RegistrationRefused) -> None:
         """A place that may become free is asked for again (by `Membership.tick`); a mismatch can't mend itself."""
         self.refusal = message.reason
         if not message.retry:
@@ -230,7 +285,7 @@ class Leader(Actor):
 
     def block_tables(self) -> dict[int, tuple[int, ...]]:
         """Room -> pages, from the rooms' own records."""
-        raise NotImplementedError
+        return {room.room: room.holding.pages for room in self.rooms.values() if room.holding is not None}
 
     def queues(self) -> dict[str, int]:
         raise NotImplementedError
@@ -247,14 +302,10 @@ class Leader(Actor):
             "queues": self.queues(),
             "pages": msgspec.to_builtins(counts),
             "counts": dict(self.counts),
-            "step": self.step_done,
+            "step": self.forward.done,
             "registered": self.membership.accepted,
             "refusal": self.refusal,
         }
-
-
-class EngineStalled(RuntimeError):
-    """A forward has outlived the no-progress limit."""
 
 
 class RegistrationError(RuntimeError):
@@ -265,6 +316,3 @@ def drop(queue: deque[int], room: int) -> None:
     """Take a room out of a queue if it is there."""
     if room in queue:
         queue.remove(room)
-
-
-Handlers = dict[type[Message], Callable[[Address, Any], None]]

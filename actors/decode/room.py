@@ -4,35 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvferry.actors.leg_room import LegRoom
 from kvferry.engine.contract import TextStream
-from kvferry.memory.ledger import Holding
-from kvferry.protocol.clocks import Clocks
-from kvferry.protocol.messages import Address, RequestSpec
 from kvferry.protocol.receiver import ReceiverMachine
 
 
-@dataclass
-class DecodeRoom:
-    """`generated` counts tokens, the first (prefill's) included; `last_token` is the one to feed next."""
+@dataclass(kw_only=True)
+class DecodeRoom(LegRoom):
+    """`peer` is prefill's leader. `generated` counts tokens, the first (prefill's) included; `last_token` is the one to
+    feed next; `expecting` while the data plane is told to look out for the room's notification.
+    """
 
-    room: int
-    attempt: int
-    spec: RequestSpec
-    router: Address
-    prefill: Address
-    opened_s: float
-    clocks: Clocks
     machine: ReceiverMachine
     text: TextStream
-    opened: bool = False
-    holding: Holding | None = None
     expecting: bool = False
     generated: int = 0
     last_token: int = -1
-
-    @property
-    def prompt_tokens(self) -> int:
-        return len(self.spec.prompt_ids)
 
     @property
     def total_tokens(self) -> int:

@@ -7,19 +7,17 @@ from typing import Any
 
 import msgspec
 
-from kvferry.actors.leader import Leader, drop
-from kvferry.actors.ports import Clock, LostReason, Network, Resolve
+from kvferry.actors.leader import Leader, Parts, drop
 from kvferry.actors.prefill.room import PrefillRoom
 from kvferry.actors.prefill.sending import ChunkWriter
-from kvferry.actors.settings import ClockSettings, PrefillSettings
-from kvferry.engine.contract import Engine, Sequence, StepPlan, StepResult, TextFactory
+from kvferry.actors.settings import PrefillSettings
+from kvferry.engine.contract import Sequence, StepPlan, StepResult
 from kvferry.memory.admission import pages_needed
 from kvferry.memory.proof import Drained as DrainedProof
 from kvferry.memory.proof import NeverGiven, Quiescent, Stepped
 from kvferry.protocol import sender
-from kvferry.protocol.clocks import Clocks, Wait
+from kvferry.protocol.clocks import Wait
 from kvferry.protocol.errors import Cause
-from kvferry.protocol.kvpoll import KVPoll
 from kvferry.protocol.messages import (
     Abort,
     AbortAck,
@@ -31,17 +29,12 @@ from kvferry.protocol.messages import (
     OpenPrefill,
     PrefillDone,
     Progress,
-    RankInfo,
-    Registered,
-    RegistrationRefused,
-    Stop,
     UnknownRoom,
 )
 from kvferry.protocol.metadata import Notification, encode_notification
 from kvferry.protocol.sender import SenderEvent, SenderState
 from kvferry.transfer.contract import (
     Descriptor,
-    Endpoint,
     Peer,
     TransferError,
     WriteHandle,
@@ -70,43 +63,24 @@ class WriteEnded(msgspec.Struct, frozen=True):
     result: WriteResult
 
 
-class Prefill(Leader):
-    """Its own task alone writes its state; the forward runs on the engine's thread, writes on the endpoint's."""
+class Prefill(Leader[PrefillRoom]):
+    """`waiting` rooms know their destination and have no pages; `active` ones are being computed."""
 
     role = "prefill"
+    STOP, EXPIRED, FRONT_LOST = SenderEvent.STOP, SenderEvent.EXPIRED, SenderEvent.FRONT_LOST
+    ROOM_LOST, PEER_LOST = SenderEvent.ROOM_LOST, SenderEvent.DECODE_LOST
 
-    def __init__(
-        self,
-        network: Network,
-        clock: Clock,
-        mailbox: int,
-        resolve: Resolve,
-        engine: Engine,
-        texts: TextFactory,
-        endpoint: Endpoint,
-        info: RankInfo,
-        settings: PrefillSettings,
-        limits: ClockSettings,
-    ) -> None:
-        super().__init__(network, clock, mailbox, resolve, engine, info, limits)
+    def __init__(self, parts: Parts, settings: PrefillSettings) -> None:
+        super().__init__(parts)
         self.settings = settings
-        self.endpoint = endpoint
-        self.rooms: dict[int, PrefillRoom] = {}
-        self.waiting: deque[int] = deque()  # destination known, pages not reserved
-        self.active: deque[int] = deque()  # being computed
-        self._texts = texts
-        self._writer = ChunkWriter(engine, network.address.incarnation)
-        self._page_size = engine.limits.page_size
-        self._on_message = {
+        self.waiting: deque[int] = deque()
+        self.active: deque[int] = deque()
+        self._writer = ChunkWriter(self.engine, self.network.address.incarnation)
+        self._targets: dict[int, Peer] = {}  # by decode's incarnation
+        self._on_message |= {
             OpenPrefill: self._open, Destination: self._destination, Abort: self._abort,
-            AbortTransfer: self._abort_transfer, Stop: self._stop, Progress: self._progress_of_decode,
-            UnknownRoom: self._unknown, Registered: self.registered, RegistrationRefused: self.registration_refused,
+            AbortTransfer: self._abort_transfer, Progress: self._progress_of_decode, UnknownRoom: self._unknown,
         }  # fmt: skip
-
-    async def close(self) -> None:
-        await self.endpoint.close()
-        await self.engine.close()
-        await super().close()
 
     def receive(self, item: Any) -> None:
         match item:
@@ -120,56 +94,40 @@ class Prefill(Leader):
     # --- messages ---
 
     def _open(self, router: Address, message: OpenPrefill) -> None:
-        if message.room in self.rooms:
-            cause = Cause("handoff_failed", "the room is open here already", self.role, room=message.room)
-            return self.refuse_open(router, message.room, cause)
-        if len(self.rooms) >= self.settings.max_rooms:
-            text = f"prefill holds {len(self.rooms)} rooms; the limit is {self.settings.max_rooms}"
-            return self.refuse_open(router, message.room, Cause("overloaded", text, self.role, room=message.room))
+        cause = self.place_refused(message.room)
         tokens, limit = len(message.spec.prompt_ids), self.info.max_prompt_tokens
-        if tokens > limit:
+        if cause is None and tokens > limit:
             text = f"the prompt has {tokens} tokens; prefill takes at most {limit}"
-            return self.refuse_open(router, message.room, Cause("invalid_request", text, self.role, param="messages"))
-        now_s = self.clock.now_s()
-        clocks = Clocks(self.limits, now_s)
-        clocks.wait(Wait.ADMISSION, now_s)
-        room = PrefillRoom(message.room, message.attempt, message.spec, router, message.decode, now_s, clocks)
-        self.rooms[room.room] = room
-        self.network.dial(room.spec.front)
-        self.open_if_linked(room)
-        return None
+            cause = Cause("invalid_request", text, self.role, param="messages")
+        if cause is not None:
+            return self.refuse_open(router, message.room, cause)
+        return self.take_in(PrefillRoom(**self.new_room(router, message, message.decode)))
 
     def _destination(self, peer: Address, message: Destination) -> None:
         room = self.rooms.get(message.room)
         if room is None:
             return self.unknown_room(peer, message.room)
-        if peer.incarnation != room.decode.incarnation:
+        if peer.incarnation != room.peer.incarnation:
             self.counts["destinations from a stranger"] += 1
             return None
         if room.machine.state is SenderState.AWAITING_DESTINATION:
             room.destination = message
-        return self._do(room, room.machine.handle(SenderEvent.DESTINATION))
+        return self.act(room, room.machine.handle(SenderEvent.DESTINATION))
 
     def _abort(self, router: Address, message: Abort) -> None:
         room = self.rooms.get(message.room)
         if room is None:
             return self.unknown_room(router, message.room)
-        return self._do(room, room.machine.handle(SenderEvent.ABORT, message.cause))
+        return self.act(room, room.machine.handle(SenderEvent.ABORT, message.cause))
 
     def _abort_transfer(self, peer: Address, message: AbortTransfer) -> None:
         room = self.rooms.get(message.room)
         if room is None:
             return self.unknown_room(peer, message.room)
-        if peer.incarnation != room.decode.incarnation:
+        if peer.incarnation != room.peer.incarnation:
             self.counts["aborts from a stranger"] += 1
             return None
-        return self._do(room, room.machine.handle(SenderEvent.ABORT_TRANSFER, message.cause))
-
-    def _stop(self, _front: Address, message: Stop) -> None:
-        room = self.rooms.get(message.room)
-        if room is not None:
-            cause = self.cause(room, "aborted", "the client has gone", room.machine.state.name)
-            self._do(room, room.machine.handle(SenderEvent.STOP, cause))
+        return self.act(room, room.machine.handle(SenderEvent.ABORT_TRANSFER, message.cause))
 
     def _progress_of_decode(self, _peer: Address, message: Progress) -> None:
         room = self.rooms.get(message.room)
@@ -182,35 +140,21 @@ class Prefill(Leader):
 
     # --- links ---
 
-    def leg_rooms(self) -> list[PrefillRoom]:
-        return list(self.rooms.values())
-
-    def link_lost(self, peer: Address, reason: LostReason) -> None:
-        super().link_lost(peer, reason)
-        for room in self.leg_rooms():
-            for party, event in (
-                (room.router, SenderEvent.ROOM_LOST),
-                (room.decode, SenderEvent.DECODE_LOST),
-                (room.spec.front, SenderEvent.FRONT_LOST),
-            ):
-                if party.incarnation == peer.incarnation:
-                    self._fail(room, event, f"the link to {peer.name} ended: {reason.value}", peer.name)
-
     def peer_exited(self, peer: Address) -> None:
         for room in self.leg_rooms():
-            if room.decode.incarnation == peer.incarnation:
-                self._fail(room, SenderEvent.DECODE_EXITED, f"process {peer.pid} of {peer.name} has ended", peer.name)
-
-    def _fail(self, room: PrefillRoom, event: SenderEvent, text: str, peer: str, code: str = "peer_lost") -> None:
-        cause = self.cause(room, code, text, room.machine.state.name, peer)
-        self._do(room, room.machine.handle(event, cause))
+            if room.peer.incarnation == peer.incarnation:
+                self.fail(room, SenderEvent.DECODE_EXITED, f"process {peer.pid} of {peer.name} has ended", peer.name)
+        self._writer.forget(peer.incarnation)
+        target = self._targets.pop(peer.incarnation, None)
+        if target is not None:
+            self.spawn(self.endpoint.disconnect(target))
 
     # --- reserve, compute ---
 
     def admit(self) -> None:
         while self.waiting:
             room = self.rooms[self.waiting[0]]
-            pages = pages_needed(room.prompt_tokens, self._page_size)
+            pages = pages_needed(room.prompt_tokens, self.page_size)
             holding = self.ledger.reserve(room.room, pages, rows=1)
             if holding is None:
                 return
@@ -218,8 +162,8 @@ class Prefill(Leader):
             room.holding = holding
             self.active.append(room.room)
             room.clocks.wait(Wait.PREFILL, self.clock.now_s())
-            self._do(room, room.machine.handle(SenderEvent.RESERVE))
-            self._tell(room, self.progress(room, "started"))
+            self.act(room, room.machine.handle(SenderEvent.RESERVE))
+            self.tell_both(room, self.progress(room, "started"))
 
     def plan_step(self, step: int) -> StepPlan | None:
         """Chunks of the rooms in order of arrival, within the token budget; only a prompt's end leaves a page open."""
@@ -229,7 +173,7 @@ class Prefill(Leader):
             room = self.rooms[room_id]
             size = min(self.settings.chunk_tokens, room.remaining, budget)
             if size < room.remaining:
-                size -= size % self._page_size
+                size -= size % self.page_size
             if size <= 0:
                 break
             budget -= size
@@ -255,17 +199,17 @@ class Prefill(Leader):
                 room.first_token = drawn.token_id
             if room.machine.state is SenderState.COMPUTING:
                 self._chunk_computed(room, len(sequence.token_ids), drawn is not None)
-            self._do(room, room.machine.step_ended(event))
+            self.act(room, room.machine.step_ended(event))
 
     def _chunk_computed(self, room: PrefillRoom, tokens: int, last: bool) -> None:
         room.clocks.progress(self.clock.now_s())
-        self._tell(room, self.progress(room, "computed", chunk=room.chunk, tokens=tokens))
+        self.tell_both(room, self.progress(room, "computed", chunk=room.chunk, tokens=tokens))
         room.chunk += 1
         if last:
             drop(self.active, room.room)
             # The first token does not wait for the transfer. Decode repeats it, with the same text and stop rules.
-            emission = self._texts.stream(room.spec.sampling).push(room.first_token)
-            self.publish(room, 0, room.first_token, emission.text, emission.finish_reason)
+            emission = self.texts.stream(room.spec.sampling).push(room.first_token)
+            self.outbox.put(room, 0, room.first_token, emission)
             self.tell_room(room, PrefillDone(room.room, room.chunk, self.clock.now_s() - room.opened_s))
 
     # --- the data plane ---
@@ -275,14 +219,14 @@ class Prefill(Leader):
         try:
             descriptor = decode_descriptor(room.destination.agent)
             problem = self._writer.check(room, descriptor.regions)
-            if descriptor.incarnation != room.decode.incarnation:
+            if descriptor.incarnation != room.peer.incarnation:
                 problem = f"the destination's agent is of process {descriptor.incarnation:016x}, not decode's"
             if set(room.destination.required_acks) != {RANK}:
                 problem = f"required_acks is {room.destination.required_acks}; the ranks that write are ({RANK},)"
         except TransferError as error:
             problem = str(error)
         if problem is not None:
-            return self._fail(room, SenderEvent.FAIL, problem, room.decode.name, "handoff_failed")
+            return self.fail(room, SenderEvent.FAIL, problem, room.peer.name, "handoff_failed")
         self.spawn(self._connect_to(room.room, descriptor))
         return None
 
@@ -297,14 +241,15 @@ class Prefill(Leader):
         if room is None or room.machine.state is not SenderState.QUEUED:
             return
         if item.peer is None:
-            self._fail(room, SenderEvent.FAIL, item.error, room.decode.name, "handoff_failed")
+            self.fail(room, SenderEvent.FAIL, item.error, room.peer.name, "handoff_failed")
             return
-        room.peer = item.peer
+        room.target = item.peer
+        self._targets[room.peer.incarnation] = item.peer
         self.waiting.append(room.room)
-        self._tell(room, self.progress(room, "queued", position=len(self.waiting)))
+        self.tell_both(room, self.progress(room, "queued", position=len(self.waiting)))
 
     def _write(self, room: PrefillRoom, last: bool) -> None:
-        assert room.peer is not None and room.holding is not None
+        assert room.target is not None and room.holding is not None
         spans, kv_bytes, metadata_bytes = self._writer.plan(room, last)
         if last:
             room.machine.last_posted()
@@ -322,7 +267,7 @@ class Prefill(Leader):
         room.machine.write_posted()
         if last:
             room.clocks.wait(Wait.TRANSFER, self.clock.now_s())
-        handle: WriteHandle = self.endpoint.write(room.peer, spans, ended)
+        handle: WriteHandle = self.endpoint.write(room.target, spans, ended)
         room.handles.append(handle)
 
     def _write_ended(self, item: WriteEnded) -> None:
@@ -331,15 +276,15 @@ class Prefill(Leader):
         cause = None
         if broken:
             state = room.machine.state.name
-            cause = self.cause(room, "handoff_failed", f"a write failed: {item.result.error}", state, room.decode.name)
+            cause = self.cause(room, "handoff_failed", f"a write failed: {item.result.error}", state, room.peer.name)
         elif item.result.outcome is WriteOutcome.FLUSHED:
             room.clocks.progress(self.clock.now_s())
-            self._tell(room, self.progress(room, "written", chunk=item.chunk, kv_bytes=item.kv_bytes))
-        self._do(room, room.machine.write_ended(broken, cause))
+            self.tell_both(room, self.progress(room, "written", chunk=item.chunk, kv_bytes=item.kv_bytes))
+        self.act(room, room.machine.write_ended(broken, cause))
 
     # --- commands ---
 
-    def _do(self, room: PrefillRoom, commands: list[sender.SenderCommand]) -> None:
+    def act(self, room: PrefillRoom, commands: list[Any]) -> None:
         for command in commands:
             match command:
                 case sender.Enqueue():
@@ -355,7 +300,7 @@ class Prefill(Leader):
                 case sender.Deliver():
                     self._deliver(room)
                 case sender.Release():
-                    self._tell(room, Drained(room.room, RANK, False, room.kv_bytes, room.metadata_bytes))
+                    self.tell_both(room, Drained(room.room, RANK, False, room.kv_bytes, room.metadata_bytes))
                     self.tell_room(room, AbortAck(room.room, self.role, RANK))
                     self._release(room)
                 case sender.Strand():
@@ -363,10 +308,10 @@ class Prefill(Leader):
                     self._free_pages(room)
 
     def _deliver(self, room: PrefillRoom) -> None:
-        assert room.peer is not None
+        assert room.target is not None
         notification = Notification(room.room, RANK, self.network.address.incarnation)
-        self.endpoint.notify(room.peer, encode_notification(notification))
-        self._tell(room, Drained(room.room, RANK, True, room.kv_bytes, room.metadata_bytes))
+        self.endpoint.notify(room.target, encode_notification(notification))
+        self.tell_both(room, Drained(room.room, RANK, True, room.kv_bytes, room.metadata_bytes))
         self._release(room)
 
     def _release(self, room: PrefillRoom) -> None:
@@ -381,32 +326,17 @@ class Prefill(Leader):
         if holding is None:
             return
         peers = NeverGiven() if holding.lease is None else DrainedProof(frozenset({RANK}))
-        self.ledger.release(holding, Quiescent(holding.id, Stepped(self.step_done), peers))
+        self.ledger.release(holding, Quiescent(holding.id, Stepped(self.forward.done), peers))
         room.holding = None
 
-    def _tell(self, room: PrefillRoom, message: Progress | Drained) -> None:
-        """To decode's leader, with a copy to the room."""
-        self.network.send(room.decode.incarnation, message)
-        self.tell_room(room, message)
-
     # --- clocks and status ---
-
-    def check_clocks(self, now_s: float) -> None:
-        for room in self.leg_rooms():
-            expiry = room.clocks.expired(now_s)
-            if expiry is not None and room.machine.kvpoll is not KVPoll.FAILED:
-                text = f"{expiry.clock} for {expiry.elapsed_s:.1f} s; the limit is {expiry.limit_s:g} s"
-                self._fail(room, SenderEvent.EXPIRED, text, room.decode.name, "deadline_exceeded")
 
     def report_progress(self) -> None:
         for position, room_id in enumerate((*self.active, *self.waiting)):
             room = self.rooms[room_id]
             news = self.progress(room, "queued", position=position, chunk=room.chunk - 1)
             room.clocks.queued("prefill", news.position, news.step, room.chunk, self.clock.now_s())
-            self._tell(room, news)
-
-    def block_tables(self) -> dict[int, tuple[int, ...]]:
-        return {room.room: room.holding.pages for room in self.leg_rooms() if room.holding is not None}
+            self.tell_both(room, news)
 
     def queues(self) -> dict[str, int]:
         return {"rooms": len(self.rooms), "waiting": len(self.waiting), "active": len(self.active)}

@@ -15,14 +15,14 @@ from kvferry.transfer.plan import Pairing, pair, plan_pages, plan_row
 
 
 class ChunkWriter:
-    """Plans the writes of one prefill rank. Pairings are made once per target."""
+    """Plans the writes of one prefill rank. Pairings are made once per target process."""
 
     def __init__(self, engine: Engine, incarnation: int) -> None:
         self._engine = engine
         self._incarnation = incarnation
         self._page_size = engine.limits.page_size
         self._regions = engine.regions()
-        self._pairings: dict[tuple[Region, ...], Pairing] = {}
+        self._pairings: dict[int, Pairing] = {}  # by the target's incarnation
 
     def check(self, room: PrefillRoom, target: tuple[Region, ...]) -> str | None:
         """What is wrong with a destination, or None. Raises TransferError when the layouts can't be paired."""
@@ -33,11 +33,10 @@ class ChunkWriter:
             return f"the destination has {len(destination.pages)} pages; the prompt needs {needed}"
         if destination.prefix_tokens != 0:
             return f"prefix_tokens is {destination.prefix_tokens}; allowed: 0"
-        if target not in self._pairings:
-            self._pairings[target] = pair(self._regions, target)
+        pairing = self._pairings.setdefault(room.peer.incarnation, pair(self._regions, target))
         # Pages and slot are the peer's word: they are tried here, so that a bad one fails this room and no more.
-        plan_pages(self._pairings[target], np.arange(needed), _ids(destination.pages[:needed]))
-        plan_row(self._pairings[target], "metadata", 0, destination.metadata_slot)
+        plan_pages(pairing, np.arange(needed), _ids(destination.pages[:needed]))
+        plan_row(pairing, "metadata", 0, destination.metadata_slot)
         return None
 
     def plan(self, room: PrefillRoom, last: bool) -> tuple[Spans, int, int]:
@@ -45,8 +44,8 @@ class ChunkWriter:
 
         A chunk that is not the last is floored to whole pages: a page that is still being filled is not written.
         """
-        assert room.destination is not None and room.holding is not None and room.peer is not None
-        pairing = self._pairings[room.peer.descriptor.regions]
+        assert room.destination is not None and room.holding is not None
+        pairing = self._pairings[room.peer.incarnation]
         first = room.posted // self._page_size
         end = pages_needed(room.computed, self._page_size) if last else room.computed // self._page_size
         spans = plan_pages(pairing, _ids(room.holding.pages[first:end]), _ids(room.destination.pages[first:end]))
@@ -60,6 +59,10 @@ class ChunkWriter:
         metadata.pack_into(self._engine.metadata_row(row))
         row_spans = plan_row(pairing, "metadata", row, room.destination.metadata_slot)
         return np.concatenate([spans, row_spans]), kv_bytes, int(row_spans["length"].sum())
+
+    def forget(self, incarnation: int) -> None:
+        """The target process has ended."""
+        self._pairings.pop(incarnation, None)
 
 
 def _ids(pages: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

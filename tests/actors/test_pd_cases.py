@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.actors.leader import EngineStalled
+from kvferry.actors.forward import EngineStalled
 from kvferry.actors.settings import ClockSettings, DecodeSettings, FaultSettings, LinkSettings, PrefillSettings
 from kvferry.engine.contract import StepPlan
 from kvferry.protocol.errors import DeadlineExceeded, HandoffFailed, InvalidRequest, PeerError, PeerLost
@@ -39,7 +39,7 @@ def test_case_1_max_tokens_1_gives_exactly_one_token(client_of: Any) -> None:
             assert [token.token_id for token in tokens] == list(system.engine().expected_tokens(PROMPT[:20], 1))
             assert [token.finish_reason for token in tokens] == ["length"]
             assert await system.settle(5)
-            assert system.decode().step_done == 0
+            assert system.decode().forward.done == 0
 
     run(main())
 
@@ -61,7 +61,7 @@ def test_case_2_the_first_token_ends_the_request(client_of: Any, rule: str) -> N
             tokens = await client.collect(client.open(PROMPT[:20], max_tokens=9, **rules[rule]))
             assert [(token.index, token.text, token.finish_reason) for token in tokens] == [(0, "", "stop")]
             assert await system.settle(5)
-            assert system.decode().step_done == 0
+            assert system.decode().forward.done == 0
 
     run(main())
 

@@ -9,6 +9,7 @@ import ray
 from kvferry.actors.actor import Actor
 from kvferry.actors.bootstrap.registry import Registry
 from kvferry.actors.decode.decode import Decode
+from kvferry.actors.leader import Parts
 from kvferry.actors.ports import Network, Resolve
 from kvferry.actors.prefill.prefill import Prefill
 from kvferry.actors.router.router import Router
@@ -60,9 +61,10 @@ async def _leader(role: str, name: str, config: Config, network: Network, resolv
     endpoint = await _endpoint(config, engine, network, inbox)
     info = _rank_info(role, name, config, network.address, engine)
     mailbox, clocks = config.links.mailbox, config.clocks
+    parts = Parts(network, clock, mailbox, resolve, engine, texts, endpoint, info, clocks, settings.max_rooms)
     if role == "prefill":
-        return Prefill(network, clock, mailbox, resolve, engine, texts, endpoint, info, config.prefill, clocks)
-    decode = Decode(network, clock, mailbox, resolve, engine, texts, endpoint, info, config.decode, clocks)
+        return Prefill(parts, config.prefill)
+    decode = Decode(parts, config.decode)
     inbox.deliver = decode.notified
     return decode
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from kvferry.actors.actor import Actor
 from kvferry.actors.bootstrap.registry import Registry
 from kvferry.actors.decode.decode import Decode
+from kvferry.actors.leader import Parts
 from kvferry.actors.links import LinkLayer
 from kvferry.actors.prefill.prefill import Prefill
 from kvferry.actors.router.router import Router
@@ -213,15 +214,11 @@ class SimSystem:
             name, role, links.address, engine.layout, pages=settings.pool_pages,
             max_prompt_tokens=tokens, max_total_tokens=tokens,
         )  # fmt: skip
-        texts, mailbox = ScriptedTexts(options.eos_token_ids), options.links.mailbox
+        texts, mailbox, limits = ScriptedTexts(options.eos_token_ids), options.links.mailbox, options.clocks
+        parts = Parts(links, clock, mailbox, self.resolve, engine, texts, endpoint, info, limits, settings.max_rooms)
         if role == "prefill":
-            prefill = Prefill(
-                links, clock, mailbox, self.resolve, engine, texts, endpoint, info, options.prefill, options.clocks
-            )
-            return prefill, endpoint
-        decode = Decode(
-            links, clock, mailbox, self.resolve, engine, texts, endpoint, info, options.decode, options.clocks
-        )
+            return Prefill(parts, options.prefill), endpoint
+        decode = Decode(parts, options.decode)
         inbox.deliver = decode.notified
         return decode, endpoint
 
