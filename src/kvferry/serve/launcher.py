@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import signal
@@ -9,7 +10,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
 import httpx
@@ -65,10 +66,23 @@ def local_cluster(config: Config, quiet: bool = True) -> Iterator[str]:
     finally:
         # A second Ctrl-C while this runs must not leave half of it behind.
         previous = [signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)]
-        ray_serve.shutdown()
-        ray.shutdown()
+        with _hushed():
+            ray_serve.shutdown()
+            ray.shutdown()
         for number, handler in zip((signal.SIGINT, signal.SIGTERM), previous, strict=True):
             signal.signal(number, handler)
+
+
+@contextmanager
+def _hushed() -> Iterator[None]:
+    """Ray reports actors that Serve itself has just killed; that is shown only if shutting down fails."""
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            yield
+    except BaseException:
+        sys.stderr.write(said.getvalue())
+        raise
 
 
 def base_url(config: Config) -> str:
@@ -95,7 +109,8 @@ def _wait_ready(config: Config, stop: threading.Event) -> bool:
 
 def _missing(answer: httpx.Response) -> str:
     try:
-        return str(answer.json().get("missing") or answer.json()["error"]["message"])
+        body = answer.json()
+        return "; ".join(body["missing"]) if body.get("missing") else str(body["error"]["message"])
     except (ValueError, KeyError, AttributeError):
         return f"HTTP {answer.status_code}"
 
