@@ -39,4 +39,5 @@ class LegRoom:
 
     @property
     def prompt_tokens(self) -> int:
-        return len(self.spec.prompt_ids)
+        """What prefill computes: the prompt, and the tokens frozen by earlier attempts."""
+        return len(self.spec.prompt_ids) + len(self.spec.frozen_ids)

@@ -84,8 +84,9 @@ class Decode(Leader[DecodeRoom]):
         if cause is not None:
             return self.refuse_open(router, message.room, cause)
         record = self.new_room(router, message, message.prefill)
-        machine, text = ReceiverMachine(REQUIRED_ACKS), self.texts.stream(spec.sampling)
-        return self.take_in(DecodeRoom(**record, machine=machine, text=text))
+        machine, text = ReceiverMachine(REQUIRED_ACKS), self.texts.stream(spec.sampling, spec.frozen_ids)
+        room = DecodeRoom(**record, machine=machine, text=text, generated=len(spec.frozen_ids))
+        return self.take_in(room)
 
     def leg_opened(self, room: DecodeRoom) -> None:
         self.waiting.append(room.room)
@@ -231,7 +232,7 @@ class Decode(Leader[DecodeRoom]):
         assert room.holding is not None
         self.ledger.name_in_step(room.holding, step)
         room.machine.step_started()
-        position = room.prompt_tokens + room.generated - 1
+        position = len(room.spec.prompt_ids) + room.generated - 1
         return Sequence(room.room, (room.last_token,), position, room.holding.pages, room.spec.sampling)
 
     def step_finished(self, plan: StepPlan, result: StepResult) -> None:

@@ -11,8 +11,8 @@ from kvferry.protocol.receiver import ReceiverMachine
 
 @dataclass(kw_only=True)
 class DecodeRoom(LegRoom):
-    """`peer` is prefill's leader. `generated` counts tokens, the first (prefill's) included; `last_token` is the one to
-    feed next; `expecting` while the data plane is told to look out for the room's notification.
+    """`peer` is prefill's leader. `generated` counts the answer's tokens, frozen ones and prefill's included;
+    `last_token` is the one to feed next; `expecting` while the data plane looks out for the room's notification.
     """
 
     machine: ReceiverMachine
@@ -24,4 +24,4 @@ class DecodeRoom(LegRoom):
     @property
     def total_tokens(self) -> int:
         """What the request can come to: what decode reserves."""
-        return self.prompt_tokens + self.spec.sampling.max_tokens
+        return len(self.spec.prompt_ids) + self.spec.sampling.max_tokens

@@ -95,7 +95,7 @@ class Prefill(Leader[PrefillRoom]):
 
     def _open(self, router: Address, message: OpenPrefill) -> None:
         cause = self.place_refused(message.room)
-        tokens, limit = len(message.spec.prompt_ids), self.info.max_prompt_tokens
+        tokens, limit = len(message.spec.fed_ids), self.info.max_prompt_tokens
         if cause is None and tokens > limit:
             text = f"the prompt has {tokens} tokens; prefill takes at most {limit}"
             cause = Cause("invalid_request", text, self.role, param="messages")
@@ -187,7 +187,7 @@ class Prefill(Leader[PrefillRoom]):
         assert room.holding is not None
         start, end = room.computed, room.computed + size
         sampling = room.spec.sampling if end == room.prompt_tokens else None
-        return Sequence(room.room, room.spec.prompt_ids[start:end], start, room.holding.pages, sampling)
+        return Sequence(room.room, room.spec.fed_ids[start:end], start, room.holding.pages, sampling)
 
     def step_finished(self, plan: StepPlan, result: StepResult) -> None:
         for sequence, drawn in zip(plan.sequences, result.drawn, strict=True):
@@ -208,8 +208,9 @@ class Prefill(Leader[PrefillRoom]):
         if last:
             drop(self.active, room.room)
             # The first token does not wait for the transfer. Decode repeats it, with the same text and stop rules.
-            emission = self.texts.stream(room.spec.sampling).push(room.first_token)
-            self.outbox.put(room, 0, room.first_token, emission)
+            frozen = room.spec.frozen_ids
+            emission = self.texts.stream(room.spec.sampling, frozen).push(room.first_token)
+            self.outbox.put(room, len(frozen), room.first_token, emission)
             self.tell_room(room, PrefillDone(room.room, room.chunk, self.clock.now_s() - room.opened_s))
 
     # --- the data plane ---

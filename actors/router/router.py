@@ -235,7 +235,7 @@ class Router(Actor):
         machine = RoomMachine(room_id, attempt, spec, *legs, self._limits, now_s)
         journal = Journal(
             room_id, spec.request, attempt, prefill.instance, decode.instance, self._backend,
-            len(spec.prompt_ids), now_s,
+            len(spec.fed_ids), now_s,
         )  # fmt: skip
 
         def resolve(cause: Cause | None) -> None:

@@ -12,6 +12,7 @@ from kvferry.actors.settings import LinkSettings
 from kvferry.obs.metrics import FrontMetrics
 from kvferry.protocol.messages import RequestSpec, Roster, Sampling, Token
 from kvferry.protocol.outcome import Outcome
+from kvferry.serve.attempts import AttemptPolicy
 from kvferry.serve.front import Front
 from kvferry.serve.gateway import FrontInfo
 from kvferry.serve.live import LiveRequest
@@ -41,13 +42,14 @@ class DirectBackend:
 class Client:
     """What a client of the front sees."""
 
-    def __init__(self, system: SimSystem, name: str = "front-0") -> None:
+    def __init__(self, system: SimSystem, name: str, attempts: int) -> None:
         self.system = system
         network = system.network.open(name, LinkSettings())
         self.network = network
         self.backend = DirectBackend(system)
         self.front = Front(
-            network, self.backend, lambda _: (), VirtualClock(), system.network.random, FrontInfo("scripted"),
+            network, self.backend, lambda _: (), VirtualClock(), system.network.random,
+            FrontInfo("scripted", attempts=AttemptPolicy(attempts, recovery_s=30.0)),
             FrontMetrics(),
         )  # fmt: skip
 
@@ -79,8 +81,9 @@ class Client:
 
 @pytest.fixture
 def client_of() -> Callable[[SimSystem], Any]:
-    async def make(system: SimSystem) -> Client:
-        return await Client(system).start()
+    async def make(system: SimSystem, attempts: int = 1) -> Client:
+        """With one attempt, a test sees the failure of the attempt itself."""
+        return await Client(system, "front-0", attempts).start()
 
     return make
 

@@ -88,6 +88,14 @@ def test_filters_keep_what_a_full_sort_keeps(weights, top_k, top_p):
     assert found
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1e-300, 5e-324])
+def test_a_temperature_close_to_0_is_greedy(temperature):
+    """As small as a client may write it: the quotient must not overflow into NaN."""
+    for position in range(20):
+        drawn = draw([0.5, 900.0, -math.inf, 899.0], Sampling(1, temperature=temperature, seed=3), position)
+        assert drawn.token_id == 1
+
+
 def test_top_k_1_and_a_tiny_top_p_are_greedy():
     row = np.random.default_rng(0).normal(size=500).tolist()
     best = int(np.argmax(row))

@@ -76,7 +76,7 @@ WIRE = {
 PARTS = {
     m.Address: "name endpoint incarnation host pid",
     m.Sampling: "max_tokens temperature= top_p= top_k= seed= stop= stop_token_ids=",
-    m.RequestSpec: "request prompt_ids sampling front",
+    m.RequestSpec: "request prompt_ids sampling front frozen_ids=",
     m.Token: "request attempt room index token_id text finish_reason=",
     m.Layout: "model revision dtype page_size layers kv_heads head_dim policy=",
     m.RankInfo: "instance role address layout dp_rank= dp_size= cp_rank= cp_size= tp_rank= tp_size= pp_rank= pp_size= "

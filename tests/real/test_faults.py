@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -56,18 +57,6 @@ def start(server: Any, pool: ThreadPoolExecutor, count: int, repeat: int, max_to
     return [pool.submit(server.chat, prompt, max_tokens=max_tokens) for prompt in prompts]
 
 
-def assert_right_or_clear(answers: list[httpx.Response], right: list[str], victim: str) -> int:
-    """Each answer is the full right one, or an error that names the victim. Returns how many are errors."""
-    errors = 0
-    for answer, expected in zip(answers, right, strict=True):
-        if answer.status_code == 200:
-            assert body_text(answer) == expected
-        else:
-            assert answer.status_code in (502, 503) and victim in answer.json()["error"]["message"], answer.text
-            errors += 1
-    return errors
-
-
 def assert_recovers(server: Any, victim: str, old_pid: int) -> None:
     """Ray starts it again; the next request is right; within 10 s of that the status is at baseline."""
     server.wait(lambda: server.http.get("/ready").status_code == 200, 120, "ready again")
@@ -79,14 +68,16 @@ def assert_recovers(server: Any, victim: str, old_pid: int) -> None:
 
 
 def test_kill_9_of_decode_in_mid_stream(frail: Any) -> None:
+    """Each request goes on in its next attempt, on the process that Ray starts: all get their full right answer."""
     right = stories(frail, 8, 1, 60)
     pid = pid_of(frail, "decode-0")
     with ThreadPoolExecutor(8) as pool:
         futures = start(frail, pool, 8, 1, 60)
         frail.wait(lambda: frail.instance("decode-0")["queues"]["running"] >= 4, 60, "four running requests")
         os.kill(pid, signal.SIGKILL)
-        answers = [future.result(timeout=60) for future in futures]
-    assert assert_right_or_clear(answers, right, "decode-0") >= 4
+        answers = [future.result(timeout=90) for future in futures]
+    assert [answer.status_code for answer in answers] == [200] * 8, [answer.text for answer in answers]
+    assert [body_text(answer) for answer in answers] == right
     assert_recovers(frail, "decode-0", pid)
 
 
@@ -97,25 +88,29 @@ def test_kill_9_of_prefill_in_mid_transfer(frail: Any) -> None:
         futures = start(frail, pool, 8, 30, 8)
         frail.wait(lambda: frail.instance("prefill-0")["pages"]["leased"] > 0, 60, "a transfer under way")
         os.kill(pid, signal.SIGKILL)
-        answers = [future.result(timeout=60) for future in futures]
-    assert assert_right_or_clear(answers, right, "prefill-0") >= 1
+        answers = [future.result(timeout=90) for future in futures]
+    assert [answer.status_code for answer in answers] == [200] * 8, [answer.text for answer in answers]
+    assert [body_text(answer) for answer in answers] == right
     assert_recovers(frail, "prefill-0", pid)
 
 
-def test_a_stream_that_loses_its_decode_ends_with_an_error_event(frail: Any) -> None:
-    """A stream that has begun can't change its status: it ends with an error event and without [DONE]."""
+def test_a_stream_that_loses_its_decode_goes_on(frail: Any) -> None:
+    """The client sees each token once and in order, and no gap but in time."""
+    body = {"model": "smollm2-135m", "messages": [{"role": "user", "content": STORY}], "temperature": 0}
+    body |= {"max_tokens": 100}
+    right = body_text(frail.http.post("/v1/chat/completions", json=body))
     pid = pid_of(frail, "decode-0")
-    body = {"model": "smollm2-135m", "messages": [{"role": "user", "content": STORY}], "stream": True, "temperature": 0}
-    lines = []
-    with frail.http.stream("POST", "/v1/chat/completions", json=body | {"max_tokens": 400}) as response:
+    lines: list[str] = []
+    with frail.http.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as response:
         assert response.status_code == 200
         for line in response.iter_lines():
             lines.append(line)
             if len(lines) == 12:
                 os.kill(pid, signal.SIGKILL)
-    told = [line for line in lines if line]
-    assert told[-1].startswith('data: {"error":') and "decode-0" in told[-1]
-    assert "data: [DONE]" not in told
+    events = [line.removeprefix("data: ") for line in lines if line]
+    assert events[-1] == "[DONE]"
+    deltas = [json.loads(event)["choices"][0]["delta"].get("content") or "" for event in events[:-1]]
+    assert "".join(deltas) == right
     assert_recovers(frail, "decode-0", pid)
 
 

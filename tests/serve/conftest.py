@@ -19,6 +19,7 @@ from kvferry.obs.metrics import FrontMetrics
 from kvferry.protocol.messages import Address, Layout, Message, RankInfo, RequestSpec, Roster, Stop, Token, TokenBatch
 from kvferry.protocol.outcome import Outcome
 from kvferry.serve.app import build_app
+from kvferry.serve.attempts import AttemptPolicy
 from kvferry.serve.front import Front
 from kvferry.serve.gateway import FrontInfo
 
@@ -155,7 +156,8 @@ class World:
 
     def __init__(self) -> None:
         self.network, self.backend, self.clock = FakeNetwork(), FakeBackend(), TestClock()
-        self.info = FrontInfo("m", 1_700_000_000, default_max_tokens=20, max_body_bytes=20_000, vocab_size=1000)
+        one = AttemptPolicy(max_attempts=1)
+        self.info = FrontInfo("m", 1_700_000_000, 20, max_body_bytes=20_000, vocab_size=1000, attempts=one)
         self.metrics = FrontMetrics()
         self.front = Front(
             self.network, self.backend, WordEncoder(), self.clock, SeededRandom(), self.info, self.metrics

@@ -65,12 +65,15 @@ class HttpSettings(Settings, frozen=True):
 class ApiSettings(Settings, frozen=True):
     """`default_max_tokens` bounds an answer whose request names no limit (less where the context is shorter).
 
-    `served_model_name`: the name clients use; None = `model.model`.
+    `served_model_name`: the name clients use; None = `model.model`. A request whose room or decode is lost goes on in
+    its next attempt: at most `max_attempts` in a row without a new token, and at most `recovery_s` seconds.
     """
 
     default_max_tokens: int = 512
     max_body_bytes: int = 4 * 1024 * 1024
     served_model_name: str | None = None
+    max_attempts: int = 3
+    recovery_s: float = 30.0
 
 
 class ClusterSettings(Settings, frozen=True):

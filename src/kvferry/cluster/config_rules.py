@@ -67,6 +67,8 @@ RANGES: dict[str, Range] = {
     "links.mailbox": Range(1, 2**20, "messages"),
     "api.default_max_tokens": Range(1, 2**20, "tokens"),
     "api.max_body_bytes": Range(1024, 2**30, "bytes"),
+    "api.max_attempts": Range(1, 100),
+    "api.recovery_s": Range(0, 86_400, "seconds"),
 }
 
 #: The only values of this version.

@@ -97,4 +97,6 @@ class TextStream(Protocol):
 class TextFactory(Protocol):
     """Makes text streams for an engine's tokenizer."""
 
-    def stream(self, sampling: Sampling) -> TextStream: ...
+    def stream(self, sampling: Sampling, before: tuple[int, ...] = ()) -> TextStream:
+        """A stream that has taken the tokens `before` (of earlier attempts) already; what they showed is shown."""
+        ...

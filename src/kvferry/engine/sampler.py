@@ -49,8 +49,9 @@ def _draw(row: NDArray[np.float32], sampling: Sampling, position: int) -> Drawn:
     The tokens that pass the filters are laid out by token id, not by probability: two nearly equal tokens would
     change places with the last bit of their logits, and a draw far from every edge would then change with them.
     """
-    scaled = row.astype(np.float64) / sampling.temperature
-    weights = np.exp(scaled - scaled.max())
+    below_best = row.astype(np.float64) - float(row.max())
+    with np.errstate(over="ignore"):  # a temperature close to 0 sends all but the best to -inf, as it should
+        weights = np.exp(below_best / sampling.temperature)
     kept, flips = filtered(weights / weights.sum(), sampling.top_k, sampling.top_p)
     ids = np.flatnonzero(weights) if kept is None else np.sort(kept)
     edges = np.cumsum(weights[ids])

@@ -122,8 +122,12 @@ class StoppingFactory:
     def __init__(self, decoder: Callable[[], Decoder], eos_token_ids: Collection[int]) -> None:
         self._decoder, self._eos_token_ids = decoder, frozenset(eos_token_ids)
 
-    def stream(self, sampling: Sampling) -> StoppingStream:
-        return StoppingStream(self._decoder(), sampling, self._eos_token_ids)
+    def stream(self, sampling: Sampling, before: Collection[int] = ()) -> StoppingStream:
+        """Raises RuntimeError when a stop rule holds within `before`: such a request is over."""
+        stream = StoppingStream(self._decoder(), sampling, self._eos_token_ids)
+        for token_id in before:
+            stream.push(token_id)
+        return stream
 
 
 class TokenizerTexts(StoppingFactory):

@@ -53,6 +53,12 @@ class FrontMetrics:
             "kvferry_prompt_tokens", "Prompt tokens of opened requests.", registry=self.registry
         )
         self.generated_tokens = Counter("kvferry_generated_tokens", "Tokens handed to clients.", registry=self.registry)
+        self.attempts_failed = Counter(
+            "kvferry_attempts_failed",
+            "Attempts that failed and were followed by another, by error code.",
+            ("code",),
+            registry=self.registry,
+        )
         self.tokens_dropped = Counter(
             "kvferry_tokens_dropped",
             "Tokens and messages that the front did not use: duplicate (normal: decode repeats index 0), stale, "

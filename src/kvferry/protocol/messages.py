@@ -52,12 +52,21 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RequestSpec(msgspec.Struct, frozen=True):
-    """One request as the front hands it to a router. `request` is the front's own id for it (63 random bits)."""
+    """One attempt of a request as the front hands it to a router. `request` is the front's own id for it (63 random
+    bits). `frozen_ids` are the tokens that the client has from earlier attempts: they are fed after the prompt, and
+    count towards max_tokens and the stop rules as if this attempt had made them.
+    """
 
     request: int
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     front: Address
+    frozen_ids: tuple[int, ...] = ()
+
+    @property
+    def fed_ids(self) -> tuple[int, ...]:
+        """What prefill computes."""
+        return self.prompt_ids + self.frozen_ids
 
 
 # --- Room <-> legs -----------------------------------------------------------------------------------------

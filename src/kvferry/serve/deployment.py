@@ -69,12 +69,16 @@ async def open_front(config: Config) -> AsyncIterator[Front]:
     from kvferry.cluster.network import open_network
     from kvferry.obs.metrics import FrontMetrics
     from kvferry.obs.wall import unix_s
+    from kvferry.serve.attempts import AttemptPolicy
     from kvferry.serve.gateway import FrontInfo
 
     clock, random = SystemClock(), SystemRandom()
     tokenizer, vocab_size = await asyncio.to_thread(_vocabulary, config.model.model)
     api = config.api
-    info = FrontInfo(config.served_name(), int(unix_s()), api.default_max_tokens, api.max_body_bytes, vocab_size)
+    attempts = AttemptPolicy(api.max_attempts, api.recovery_s)
+    info = FrontInfo(
+        config.served_name(), int(unix_s()), api.default_max_tokens, api.max_body_bytes, vocab_size, attempts
+    )
     name = f"front-{random.bits(32):08x}"  # unlike other actors it is looked up by nobody, and there may be several
     network = await open_network(name, config.cluster.bind_host, config.links, clock, random)
     front = Front(network, connect(config), tokenizer, clock, random, info, FrontMetrics())

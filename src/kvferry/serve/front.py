@@ -1,7 +1,8 @@
 """The front: opens attempts, owns the token links, and is the only truth about what a client has.
 
-A request ends when its last token has come, when its room or the decode that streams it is lost, or when its
-client leaves. Losing prefill ends nothing here: the room decides what that means.
+An attempt ends when the last token has come, when its room or the decode that streams it is lost, or when the
+client leaves. Losing prefill ends nothing here: the room decides what that means. After a loss the request goes on
+in its next attempt, from the tokens that the client has.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Front:
         self._requests: dict[int, LiveRequest] = {}
         self._lost: dict[int, int] = {}  # incarnation -> serial of its last loss
         self._serial = 0
+        self._closing = False
 
     @property
     def requests_live(self) -> int:
@@ -70,14 +72,19 @@ class Front:
         request = self.random.bits(63)
         while request == 0 or request in self._requests:
             request = self.random.bits(63)
-        self._serial += 1
         spec = RequestSpec(request, prompt_ids, sampling, self._network.address)
-        live = LiveRequest(spec, self.clock.now_s(), self._serial)
+        live = LiveRequest(spec, self.clock.now_s(), self.info.attempts)
         self._requests[request] = live
         self.metrics.live.inc()
-        live.submission = asyncio.ensure_future(self.backend.submit(spec, live.attempt))
-        live.submission.add_done_callback(lambda task: self._submission_ended(live, task))
+        self._submit(live)
         return live
+
+    def _submit(self, live: LiveRequest) -> None:
+        """Open the request's current attempt."""
+        self._serial += 1
+        live.serial = self._serial
+        live.submission = asyncio.ensure_future(self.backend.submit(live.spec, live.attempt))
+        live.submission.add_done_callback(lambda task: self._submission_ended(live, task))
 
     def close_request(self, live: LiveRequest) -> None:
         """The client needs nothing more: a request that is not over is aborted. Safe to call twice."""
@@ -87,10 +94,15 @@ class Front:
             if not live.stream.over:
                 live.stream.fail(Cause("cancelled", "the client has gone", leg="front"))
                 self._abandon(live)
+            if live.reopening is not None:
+                live.reopening.cancel()
         self._forget(live)
 
     def _submission_ended(self, live: LiveRequest, task: asyncio.Future[Outcome]) -> None:
-        if task.cancelled():
+        if task is not live.submission:
+            if not task.cancelled():
+                task.exception()  # an earlier attempt's, which we have left: its end is no news, but it is heard
+        elif task.cancelled():
             # Ours (then the stream is over), or the loop is being torn down.
             self._fail(live, Cause("handoff_failed", "the attempt was cancelled", leg="router"))
         elif (error := task.exception()) is not None:
@@ -125,6 +137,26 @@ class Front:
         self._fail(live, Cause("handoff_failed", f"{type(error).__name__}: {error}", leg="router"))
 
     def _fail(self, live: LiveRequest, cause: Cause) -> None:
+        """An attempt has failed: open the next one, or tell the client."""
+        if live.stream.over:
+            self._forget(live)
+            return
+        delay_s = live.attempts.failed(cause, live.stream.next_index, self.clock.now_s())
+        if delay_s is None or self._closing:
+            self._end(live, live.attempts.final(cause))
+            return
+        logger.info("request %016x: attempt %d failed: %s", live.spec.request, live.attempt, cause.text())
+        self.metrics.attempts_failed.labels(cause.code).inc()
+        self._abandon(live)
+        live.begin_next()
+        live.reopening = asyncio.ensure_future(self._reopen(live, delay_s))
+
+    async def _reopen(self, live: LiveRequest, delay_s: float) -> None:
+        await self.clock.sleep(delay_s)
+        if not live.stream.over:
+            self._submit(live)
+
+    def _end(self, live: LiveRequest, cause: Cause) -> None:
         if live.stream.fail(cause):
             self._abandon(live)
             live.wake()

@@ -11,6 +11,7 @@ from kvferry.actors.ports import Clock
 from kvferry.protocol.errors import Cause, Unavailable
 from kvferry.protocol.messages import RequestSpec, Roster
 from kvferry.protocol.outcome import Outcome
+from kvferry.serve.attempts import AttemptPolicy
 
 
 class Backend(Protocol):
@@ -52,6 +53,7 @@ class FrontInfo(msgspec.Struct, frozen=True):
     default_max_tokens: int = 512
     max_body_bytes: int = 4 * 1024 * 1024
     vocab_size: int = 0
+    attempts: AttemptPolicy = AttemptPolicy()
 
 
 class Limits(msgspec.Struct, frozen=True):

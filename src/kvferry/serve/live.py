@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
+
 from kvferry.protocol.errors import Cause, KVFerryError, Overloaded, error_from
 from kvferry.protocol.messages import Address, RequestSpec, Token
 from kvferry.protocol.outcome import Outcome
+from kvferry.serve.attempts import AttemptPolicy, Attempts
 from kvferry.serve.stream import RequestStream
 
 
@@ -14,12 +17,14 @@ class LiveRequest:
     """The stream, who is known to work on it, and the waiter.
 
     `leaders` are the incarnations that must hear a Stop; `decode` is whose loss ends the request: known from the
-    outcome, or from its first batch (decode sends nothing before it has committed). `serial` orders the opening
-    against losses of peers.
+    outcome, or from its first batch (decode sends nothing before it has committed); both are of the current
+    attempt. `serial` orders its opening against losses of peers. `reopening` waits to open the next one.
     """
 
-    def __init__(self, spec: RequestSpec, opened_s: float, serial: int) -> None:
-        self.spec, self.opened_s, self.serial = spec, opened_s, serial
+    def __init__(self, spec: RequestSpec, opened_s: float, policy: AttemptPolicy) -> None:
+        self.spec, self.opened_s, self.serial = spec, opened_s, 0
+        self.attempts = Attempts(policy)
+        self.reopening: asyncio.Future[None] | None = None
         self.stream = RequestStream(spec.sampling.max_tokens)
         self.submission: asyncio.Future[Outcome] | None = None
         self.room = 0
@@ -32,6 +37,13 @@ class LiveRequest:
     @property
     def attempt(self) -> int:
         return self.stream.attempt
+
+    def begin_next(self) -> None:
+        """The attempt is over; the next one starts from what the client has, with nobody known to work on it."""
+        self.stream.begin(self.attempt + 1)
+        self.spec = msgspec.structs.replace(self.spec, frozen_ids=tuple(self.stream.taken_ids))
+        self.submission, self.room, self.decode, self.retry_after_s = None, 0, None, 0.0
+        self.leaders = {}
 
     def wake(self) -> None:
         self._news.set()

@@ -22,7 +22,8 @@ class RequestStream:
     """Sans-IO. `offer` takes tokens as they come, `drain` gives those that are next in order.
 
     It ends once: with the token that carries a finish_reason, or with a cause. What was in order before a
-    failure is still drained; what waited behind a gap is not.
+    failure is still drained; what waited behind a gap is not. `taken_ids` are the tokens in order so far: what the
+    client has, and what a later attempt starts from.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -31,6 +32,7 @@ class RequestStream:
         self.finish_reason = ""
         self.cause: Cause | None = None
         self._max_tokens = max_tokens
+        self.taken_ids: list[int] = []
         self._ready: list[Token] = []
         self._held: dict[int, Token] = {}
 
@@ -77,5 +79,6 @@ class RequestStream:
 
     def _take(self, token: Token) -> None:
         self._ready.append(token)
+        self.taken_ids.append(token.token_id)
         self.next_index = token.index + 1
         self.finish_reason = token.finish_reason
