@@ -81,7 +81,10 @@ class DecodeSettings(Settings, frozen=True):
 
 
 class RouterSettings(Settings, frozen=True):
-    """`max_requests` live at once; `journal_rooms` ended rooms keep their journal."""
+    """A pool of `instances` routers; in each, `max_requests` live at once and `journal_rooms` ended rooms keep their
+    journal.
+    """
 
+    instances: int = 1
     max_requests: int = 256
     journal_rooms: int = 4096

@@ -130,7 +130,11 @@ class Router(Actor):
 
     async def status(self) -> dict[str, Any]:
         live = sum(not guest.answer.done() for guest in self.guests.values())
+        address = self.network.address
         return {
+            "id": address.name,
+            "incarnation": f"{address.incarnation:016x}",
+            "pid": address.pid,
             "rooms_live": len(self.guests),
             "attempts_open": live,
             "counts": dict(self.counts),

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from kvferry.actors.router.router import Router
 from kvferry.actors.settings import LinkSettings
 from kvferry.obs.metrics import FrontMetrics
+from kvferry.protocol.errors import Cause, PeerLost
 from kvferry.protocol.messages import RequestSpec, Roster, Sampling, Token
 from kvferry.protocol.outcome import Outcome
 from kvferry.serve.attempts import AttemptPolicy
@@ -25,9 +27,24 @@ class DirectBackend:
 
     def __init__(self, system: SimSystem) -> None:
         self._system = system
+        self._turns = 0
 
     async def submit(self, spec: RequestSpec, attempt: int) -> Outcome:
-        return await self._system.router.submit(spec, attempt)
+        """In turn; a router that is killed meanwhile ends the call as Ray does."""
+        names = [f"router-{i}" for i in range(self._system.options.router.instances)]
+        name, self._turns = names[self._turns % len(names)], self._turns + 1
+        process = self._system.processes.get(name)
+        lost = PeerLost(Cause("peer_lost", "the router is gone", "router", peer=name))
+        if process is None or not isinstance(process.actor, Router):
+            raise lost
+        call = asyncio.ensure_future(process.actor.submit(spec, attempt))
+        try:
+            await asyncio.wait({call, process.task}, return_when=asyncio.FIRST_COMPLETED)
+            if not call.done():
+                raise lost
+            return call.result()
+        finally:
+            call.cancel()
 
     async def roster(self) -> Roster:
         return self._system.router.roster
@@ -36,7 +53,10 @@ class DirectBackend:
         return {}
 
     async def room(self, room: int) -> dict[str, Any] | None:
-        return await self._system.router.journal(room)
+        for router in self._system.routers():
+            if (journal := await router.journal(room)) is not None:
+                return journal
+        return None
 
 
 class Client:

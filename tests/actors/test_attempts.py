@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from kvferry.actors.settings import DecodeSettings, FaultSettings
+from kvferry.actors.settings import DecodeSettings, FaultSettings, RouterSettings
 from kvferry.protocol.errors import Cause, PeerLost
 from kvferry.protocol.messages import Token
 from kvferry.serve.attempts import AttemptPolicy, Attempts
@@ -41,6 +42,26 @@ def test_nobody_notices_a_kill(client_of: Any, victim: str, at_s: float) -> None
             system.kill(victim)
             await asyncio.sleep(8)
             system.spawn(victim.split("-")[0], victim)
+            for prompt, tokens in zip(prompts, await asyncio.gather(*tasks), strict=True):
+                assert_each_once_in_order(tokens, system.engine("decode-0").expected_tokens(prompt, 60))
+            assert await system.settle(10), system.counts()
+
+    run(main())
+
+
+@pytest.mark.parametrize("at_s", [0.0005, 0.002, 0.05, 0.09, 0.2, 0.5])
+def test_nobody_notices_the_loss_of_a_router(client_of: Any, at_s: float) -> None:
+    """Its rooms go with it: what is short of Success goes on through the other router, the rest is left alone."""
+    options = replace(TWO_DECODES, router=RouterSettings(instances=2))
+
+    async def main() -> None:
+        async with SimSystem(options) as system:
+            client = await client_of(system, attempts=3)
+            prompts = [PROMPT[i:] for i in range(8)]
+            lives = [client.open(prompt, max_tokens=60) for prompt in prompts]
+            tasks = [asyncio.create_task(client.collect(live)) for live in lives]
+            await asyncio.sleep(at_s)
+            system.kill("router-0")
             for prompt, tokens in zip(prompts, await asyncio.gather(*tasks), strict=True):
                 assert_each_once_in_order(tokens, system.engine("decode-0").expected_tokens(prompt, 60))
             assert await system.settle(10), system.counts()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any
 
 import ray
@@ -22,10 +23,11 @@ class RayBackend:
 
     def __init__(self, config: Config) -> None:
         self._config = config
+        self._turn = itertools.cycle(router_names(config))
 
     async def submit(self, spec: RequestSpec, attempt: int) -> Outcome:
-        """One call to a router; cancelling it aborts the room. Raises PeerLost when the router is lost."""
-        name = router_names(self._config)[0]
+        """One call to a router, each in its turn; cancelling it aborts the room. Raises PeerLost when it is lost."""
+        name = next(self._turn)
         reference = self._call(name, "submit", spec, attempt)
         try:
             outcome: Outcome = await reference
@@ -67,6 +69,7 @@ class RayBackend:
         live = [answer or {} for answer in answers[len(names) :]]
         return {
             "instances": instances,
+            "routers": [router for router in live if router],
             "rooms_live": sum(router.get("rooms_live", 0) for router in live),
             "requests_live": sum(router.get("attempts_open", 0) for router in live),
         }

@@ -49,6 +49,7 @@ RANGES: dict[str, Range] = {
     "decode.max_running": Range(1, 4096),
     "decode.max_rooms": Range(1, 65_536),
     "decode.threads": Range(1, 1024),
+    "router.instances": Range(1, 64),
     "router.max_requests": Range(1, 65_536),
     "router.journal_rooms": Range(0, 1_048_576),
     "transfer.batch_bytes": Range(4096, 2**30, "bytes"),

@@ -9,8 +9,8 @@ REGISTRY = "registry"
 CONTROLLER = "controller"
 
 
-def router_names(_config: Config) -> list[str]:
-    return ["router-0"]
+def router_names(config: Config) -> list[str]:
+    return [f"router-{i}" for i in range(config.router.instances)]
 
 
 def instance_names(config: Config) -> list[tuple[str, str]]:

@@ -97,7 +97,7 @@ class SimSystem:
         )
         for role, name in self._names():
             self.spawn(role, name)
-        while not self.router.roster.ready or not self._linked():
+        while not all(self._linked(router) for router in self.routers()):
             await asyncio.sleep(0.05)
         return self
 
@@ -110,11 +110,14 @@ class SimSystem:
     def _names(self) -> list[tuple[str, str]]:
         prefill = [("prefill", f"prefill-{i}") for i in range(self.options.prefill.instances)]
         decode = [("decode", f"decode-{i}") for i in range(self.options.decode.instances)]
-        return [("registry", "registry"), ("router", "router-0"), *prefill, *decode]
+        routers = [("router", f"router-{i}") for i in range(self.options.router.instances)]
+        return [("registry", "registry"), *routers, *prefill, *decode]
 
-    def _linked(self) -> bool:
-        ranks = self.router.roster.ranks
-        return all(self.router.network.is_up(rank.address.incarnation) for rank in ranks)
+    @staticmethod
+    def _linked(router: Router) -> bool:
+        """The router knows every instance and is linked to each."""
+        ranks = router.roster.ranks
+        return router.roster.ready and all(router.network.is_up(rank.address.incarnation) for rank in ranks)
 
     # --- the parts ---
 
@@ -123,6 +126,10 @@ class SimSystem:
         actor = self.processes["router-0"].actor
         assert isinstance(actor, Router)
         return actor
+
+    def routers(self) -> list[Router]:
+        """Those that live, in the order of their names."""
+        return [process.actor for process in self.processes.values() if isinstance(process.actor, Router)]
 
     def prefill(self, index: int = 0) -> Prefill:
         actor = self.processes[f"prefill-{index}"].actor
@@ -152,7 +159,8 @@ class SimSystem:
     def at_baseline(self) -> bool:
         """No rooms anywhere, and no page in use."""
         leaders = [p.actor for p in self.processes.values() if isinstance(p.actor, Prefill | Decode)]
-        idle = not self.router.guests and all(not leader.leg_rooms() for leader in leaders)
+        guests = [room for router in self.routers() for room in router.guests]
+        idle = not guests and all(not leader.leg_rooms() for leader in leaders)
         return idle and all(counts.at_baseline for counts in self.counts().values())
 
     async def settle(self, limit_s: float) -> bool:
