@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-BAR_CELLS = 40
+BAR_CELLS = 30  # the whole table fits 80 columns
 PAGE_STATES = ("total", "free", "owned", "leased", "cached", "quarantined")
 
 _COLOURS = {
@@ -85,7 +85,7 @@ def _heading(journal: Mapping[str, Any]) -> RenderableType:
 def _kvpoll(journal: Mapping[str, Any]) -> RenderableType:
     table = Table(title="KVPoll", title_justify="left")
     table.add_column("at", justify="right")
-    table.add_column("state")
+    table.add_column("state", no_wrap=True)
     table.add_column("for", justify="right")
     table.add_column("timeline", no_wrap=True)
     whole_s = total_s(journal)
