@@ -86,6 +86,10 @@ class Unified:
         finally:
             member.over = True
 
+    async def answer(self, spec: RequestSpec) -> list[Token]:
+        """All of the request's tokens, for a caller that does not stream."""
+        return [token async for token in self.generate(spec)]
+
     async def run(self) -> None:
         """Receive, schedule, forward, publish, until cancelled."""
         try:

@@ -9,6 +9,7 @@ import os
 from typing import Any
 
 from kvferry.actors.actor import Actor
+from kvferry.actors.unified.unified import Unified
 from kvferry.cluster.config import Config
 from kvferry.cluster.roles import build_role
 from kvferry.protocol.messages import Address
@@ -16,7 +17,7 @@ from kvferry.protocol.messages import Address
 log = logging.getLogger("kvferry.host")
 
 #: Methods of the actors that may be called through Ray.
-CALLS = frozenset({"submit", "journal", "status", "roster"})
+CALLS = frozenset({"submit", "journal", "status", "roster", "answer"})
 
 
 class Host:
@@ -28,12 +29,18 @@ class Host:
     def __init__(self, role: str, name: str, config: bytes) -> None:
         self._role, self._name = role, name
         self._config = Config.from_bytes(config)
-        self._actor: asyncio.Future[Actor] = asyncio.get_running_loop().create_future()
+        self._actor: asyncio.Future[Actor | Unified] = asyncio.get_running_loop().create_future()
         self._task = asyncio.get_running_loop().create_task(self._live())
 
     async def address(self) -> Address:
-        """Where its links are, with its incarnation; waits until the actor has been built."""
-        return (await self._built()).network.address
+        """Where its links are, with its incarnation; waits until the actor has been built.
+
+        Raises LookupError for a unified actor, which has no links.
+        """
+        actor = await self._built()
+        if isinstance(actor, Unified):
+            raise LookupError(f"{self._name} is a unified actor: it has no links")
+        return actor.network.address
 
     async def call(self, method: str, *args: Any) -> Any:
         """One of `CALLS` on the actor."""
@@ -42,7 +49,7 @@ class Host:
         result = getattr(await self._built(), method)(*args)
         return await result if inspect.isawaitable(result) else result
 
-    async def _built(self) -> Actor:
+    async def _built(self) -> Actor | Unified:
         return await asyncio.shield(self._actor)
 
     async def _live(self) -> None:

@@ -13,6 +13,7 @@ from kvferry.actors.leader import Parts
 from kvferry.actors.ports import Network, Resolve
 from kvferry.actors.prefill.prefill import Prefill
 from kvferry.actors.router.router import Router
+from kvferry.actors.unified.unified import Unified
 from kvferry.cluster.clock import SystemClock, SystemRandom
 from kvferry.cluster.config import Config
 from kvferry.cluster.names import NAMESPACE
@@ -38,8 +39,10 @@ async def resolve(name: str) -> Address:
     return address
 
 
-async def build_role(role: str, name: str, config: Config) -> Actor:
+async def build_role(role: str, name: str, config: Config) -> Actor | Unified:
     """The actor of `role`, ready to run; models are loaded and memory registered off the loop."""
+    if role == "unified":
+        return await _unified(config)
     clock, random = SystemClock(), SystemRandom()
     network = await open_network(name, config.cluster.bind_host, config.links, clock, random)
     mailbox = config.links.mailbox
@@ -52,10 +55,21 @@ async def build_role(role: str, name: str, config: Config) -> Actor:
     return await _leader(role, name, config, network, resolve)
 
 
+async def _unified(config: Config) -> Unified:
+    """Both roles in one process: one pool of both roles' pages, both roles' threads."""
+    prefill, decode = config.prefill, config.decode
+    pages, threads = prefill.pool_pages + decode.pool_pages, prefill.threads + decode.threads
+    loaded, engine = await asyncio.to_thread(load_engine, config, pages, 1, threads)
+    texts = TokenizerTexts(loaded.tokenizer, loaded.eos_token_ids)
+    return Unified(engine, texts, prefill.chunk_tokens, prefill.batch_tokens, decode.max_running)
+
+
 async def _leader(role: str, name: str, config: Config, network: Network, resolve: Resolve) -> Actor:
     clock = SystemClock()
     settings = config.prefill if role == "prefill" else config.decode
-    loaded, engine = await asyncio.to_thread(_engine, role, config, settings.pool_pages, settings.threads)
+    # A metadata row per room that can be held, those included that only wait for proof.
+    sizes = (settings.pool_pages, settings.max_rooms, settings.threads)
+    loaded, engine = await asyncio.to_thread(load_engine, config, *sizes)
     texts = TokenizerTexts(loaded.tokenizer, loaded.eos_token_ids)
     inbox = _Inbox()
     endpoint = await _endpoint(config, engine, network, inbox)
@@ -79,10 +93,9 @@ class _Inbox:
             self.deliver(agent, payload)
 
 
-def _engine(role: str, config: Config, pages: int, threads: int) -> tuple[Loaded, Engine]:
+def load_engine(config: Config, pages: int, rows: int, threads: int) -> tuple[Loaded, Engine]:
+    """The configured model with a pool of its own; `rows` metadata rows. Blocks for seconds."""
     loaded = load(config.model.model, config.model.dtype)
-    # A row per room that can be held, those included that only wait for proof.
-    rows = config.prefill.max_rooms if role == "prefill" else config.decode.max_rooms
     engine = TorchEngine(
         loaded,
         pages=pages,

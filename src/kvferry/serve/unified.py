@@ -7,12 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from kvferry.actors.unified.unified import Unified
-from kvferry.cluster.clock import SystemClock, SystemRandom
+from kvferry.cluster.clock import SystemRandom
 from kvferry.cluster.config import Config
-from kvferry.engine.loader import load
+from kvferry.cluster.roles import load_engine
 from kvferry.engine.text import TokenizerTexts
 from kvferry.engine.tokenizer import ChatTokenizer
-from kvferry.engine.torch_engine import TorchEngine
 from kvferry.protocol.messages import Address, RequestSpec
 from kvferry.serve.gateway import Limits
 from kvferry.serve.prepare import fit_tokens, sampling_of
@@ -27,15 +26,8 @@ def ask(config: Config, chat: ChatRequest, show: Callable[[str], None]) -> dict[
 
 
 async def _ask(config: Config, chat: ChatRequest, show: Callable[[str], None]) -> dict[str, Any]:
-    loaded = load(config.model.model, config.model.dtype)
-    engine = TorchEngine(
-        loaded,
-        pages=config.decode.pool_pages,
-        page_size=config.model.page_size,
-        metadata_rows=1,
-        threads=config.prefill.threads + config.decode.threads,
-        now_s=SystemClock().now_s,
-    )
+    threads = config.prefill.threads + config.decode.threads
+    loaded, engine = load_engine(config, config.decode.pool_pages, 1, threads)
     texts = TokenizerTexts(loaded.tokenizer, loaded.eos_token_ids)
     unified = Unified(engine, texts, config.prefill.chunk_tokens, config.prefill.batch_tokens)
     running = asyncio.get_running_loop().create_task(unified.run())
