@@ -123,6 +123,8 @@ def test_refused_values(tmp_path: Path, args: Any, path: str | None, value: Any,
         ("applications: []", "applications", "exactly one"),
         ("applications:\n- {import_path: 'kvferry.serve.deployment:build', arg: {}}", "applications[0].arg", "args"),
         ("applications:\n- {import_path: 'kvferry.serve.deployment:build', args: [1]}", ARGS, "a mapping"),
+        ("applications:\n- {import_path: 'kvferry.serve.deployment:build', args: []}", ARGS, "a mapping"),
+        ("http_options: false\napplications: []", "http_options", "a mapping"),
     ],
 )  # fmt: skip
 def test_refused_at_serves_levels(tmp_path: Path, text: str, path: str, words: str) -> None:
@@ -130,6 +132,13 @@ def test_refused_at_serves_levels(tmp_path: Path, text: str, path: str, words: s
     file.write_text(text)
     error = refused(file)
     assert error.path == path and words in error.allowed
+
+
+@pytest.mark.parametrize("text", ["[]", "false", "0"])
+def test_a_file_whose_root_is_no_mapping(tmp_path: Path, text: str) -> None:
+    """Empty is not nothing: only an empty file stands for all defaults."""
+    (file := tmp_path / "c.yaml").write_text(text)
+    assert "a mapping" in refused(file).allowed
 
 
 def test_files_that_are_not_there_or_not_yaml(tmp_path: Path) -> None:

