@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvferry.actors.actor import Actor
 from kvferry.actors.ports import Clock, LostReason, Network
@@ -86,8 +87,18 @@ def _mismatch(info: RankInfo, other: RankInfo) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class StartFailed:
+    """Item: an instance's process could not be started."""
+
+    instance: str
+    error: str
+
+
 class Registry(Actor):
-    """`wanted`: instances of each role that make the service ready."""
+    """`wanted`: instances of each role that make the service ready. What keeps an instance from starting is told with
+    what is missing, until it registers.
+    """
 
     def __init__(self, network: Network, clock: Clock, mailbox: int, wanted: dict[str, int]) -> None:
         super().__init__(network, clock, mailbox)
@@ -95,11 +106,26 @@ class Registry(Actor):
         self._wanted = wanted
         self._version = 0
         self._watchers: dict[int, str] = {}
+        self._failures: dict[str, tuple[int, str]] = {}  # by instance: how often in a row, and the last error
         self._on_message = {Register: self._register, Watch: self._watch}
 
     def roster(self) -> Roster:
+        failures = (f"{name} could not start ({n} times): {error}" for name, (n, error) in self._failures.items())
         missing = self.table.missing(self._wanted)
+        missing += tuple(failures) if missing else ()
         return Roster(self._version, tuple(self.table.ranks.values()), not missing, missing)
+
+    async def start_failed(self, instance: str, error: str) -> None:
+        """Called by the host of an instance before its process ends."""
+        self._mailbox.put(StartFailed(instance, error))
+
+    def receive(self, item: Any) -> None:
+        if isinstance(item, StartFailed):
+            count = self._failures.get(item.instance, (0, ""))[0] + 1
+            self._failures[item.instance] = (count, item.error)
+            self._changed()
+        else:
+            super().receive(item)
 
     def link_lost(self, peer: Address, reason: LostReason) -> None:
         self._watchers.pop(peer.incarnation, None)
@@ -122,6 +148,7 @@ class Registry(Actor):
             return
         is_new = self.table.ranks.get(place_of(info)) != info
         self.table.ranks[place_of(info)] = info
+        self._failures.pop(info.instance, None)
         self.network.send(peer.incarnation, Registered(self._version))
         if is_new:
             self._changed()

@@ -71,6 +71,7 @@ def _add_serve(commands: Any) -> None:
     serve.add_argument("--decode", type=int, metavar="N", help="decode instances")
     serve.add_argument("--host", help="address to listen on")
     serve.add_argument("--port", type=int, help="port to listen on")
+    serve.add_argument("--json", action="store_true", help="when it is up, print one object instead of the curl line")
     serve.set_defaults(run=run_serve)
 
 
@@ -107,7 +108,7 @@ def run_serve(args: argparse.Namespace) -> int:
     config = load(args.config, overrides)
     from kvferry.serve.launcher import serve
 
-    serve(config)
+    serve(config, args.json)
     return 0
 
 

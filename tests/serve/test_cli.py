@@ -134,7 +134,7 @@ def test_config_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_serve_puts_its_options_over_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     launcher = types.ModuleType("kvferry.serve.launcher")
-    launcher.serve = seen.append  # type: ignore[attr-defined]
+    launcher.serve = lambda config, as_json: seen.append(config)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "kvferry.serve.launcher", launcher)
     argv = ["serve", "--model", "/d", "--prefill", "2", "--decode", "3", "--host", "::1", "--port", "81"]
     assert main(argv) == 0

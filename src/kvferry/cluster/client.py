@@ -42,7 +42,7 @@ class RayBackend:
         """Raises Unavailable while the registry does not answer."""
         try:
             roster: Roster = await asyncio.wait_for(self._call(REGISTRY, "roster"), CALL_TIMEOUT_S)
-        except (TimeoutError, RayError) as error:
+        except (PeerLost, TimeoutError, RayError) as error:
             text = f"the registry does not answer: {_short(error)}"
             raise Unavailable(Cause("unavailable", text, "router", peer=REGISTRY)) from None
         return roster

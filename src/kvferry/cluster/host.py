@@ -8,16 +8,21 @@ import logging
 import os
 from typing import Any
 
+import ray
+
 from kvferry.actors.actor import Actor
 from kvferry.actors.unified.unified import Unified
 from kvferry.cluster.config import Config
+from kvferry.cluster.names import NAMESPACE, REGISTRY
 from kvferry.cluster.roles import build_role
 from kvferry.protocol.messages import Address
 
 log = logging.getLogger("kvferry.host")
 
+REPORT_TIMEOUT_S = 5.0
+
 #: Methods of the actors that may be called through Ray.
-CALLS = frozenset({"submit", "journal", "status", "roster", "answer"})
+CALLS = frozenset({"submit", "journal", "status", "roster", "answer", "start_failed"})
 
 
 class Host:
@@ -57,6 +62,17 @@ class Host:
             actor = await build_role(self._role, self._name, self._config)
             self._actor.set_result(actor)
             await actor.run()
-        except Exception:
+        except Exception as error:
             log.exception("%s: the %s actor failed; its process ends", self._name, self._role)
+            if not self._actor.done() and self._role != "registry":
+                await self._report(error)
             os._exit(1)
+
+    async def _report(self, error: Exception) -> None:
+        """An instance that can't start is started again and again; the registry tells why it is missing."""
+        text = f"{type(error).__name__}: {error}".splitlines()[0][:500]
+        try:
+            registry = ray.get_actor(REGISTRY, namespace=NAMESPACE)
+            await asyncio.wait_for(registry.call.remote("start_failed", self._name, text), REPORT_TIMEOUT_S)
+        except (ValueError, TimeoutError, ray.exceptions.RayError) as unheard:
+            log.error("%s: the registry was not told: %s", self._name, unheard)

@@ -21,7 +21,7 @@ from kvferry.serve.asgi import SSE_TYPE, ClientGone, Reply, check_content_type, 
 from kvferry.serve.errors import error_body, retry_after_header
 from kvferry.serve.front import Front
 from kvferry.serve.live import LiveRequest
-from kvferry.serve.prepare import check_model, fit_tokens, sampling_of
+from kvferry.serve.prepare import check_model, check_vocabulary, fit_tokens, sampling_of
 from kvferry.serve.replies import AnswerWriter, Head, Usage, usage_of
 from kvferry.serve.schemas import GenerationRequest
 
@@ -114,6 +114,7 @@ class Exchange(Generic[RequestT]):
     async def _open(self, request: RequestT) -> LiveRequest:
         front, dialect = self._front, self._dialect
         check_model(request, front.info)
+        check_vocabulary("stop_token_ids", request.stop_token_ids or (), front.info.vocab_size)
         limits = await front.limits.get()
         prompt_ids = await dialect.encode(request, front, self._executor)
         default = dialect.default_max_tokens or front.info.default_max_tokens

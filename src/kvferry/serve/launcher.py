@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -19,6 +21,7 @@ import msgspec
 import ray
 from ray import serve as ray_serve
 from rich.console import Console
+from rich.markup import escape
 
 from kvferry.cluster.config import Config
 from kvferry.cluster.names import instance_names
@@ -32,8 +35,9 @@ POLL_S = 0.5
 console = Console(stderr=True)
 
 
-def serve(config: Config) -> None:
-    """Start, print where it is, wait for SIGINT or SIGTERM, stop. Leaves no process and no port behind.
+def serve(config: Config, as_json: bool = False) -> None:
+    """Start, print where it is (`as_json`: as one line of JSON), wait for SIGINT or SIGTERM, stop. Leaves no process
+    and no port behind.
 
     Raises ConfigError, before anything starts, for a model that isn't there or an address that can't be bound: in the
     cluster either would only show as a start that never ends.
@@ -51,7 +55,7 @@ def serve(config: Config) -> None:
     signal.signal(signal.SIGTERM, ask_to_stop)
     with local_cluster(config):
         if _wait_ready(config, stop):
-            _say_hello(config)
+            _say_hello(config, as_json)
             stop.wait()
 
 
@@ -134,7 +138,7 @@ def base_url(config: Config) -> str:
 
 def _wait_ready(config: Config, stop: threading.Event) -> bool:
     """Poll `/ready`, showing what is still missing. False when asked to stop meanwhile."""
-    url = base_url(config)
+    url, told = base_url(config), ""
     with httpx.Client(timeout=5.0) as client, console.status("starting") as spinner:
         while not stop.wait(POLL_S):
             try:
@@ -144,7 +148,11 @@ def _wait_ready(config: Config, stop: threading.Event) -> bool:
                 continue
             if answer.status_code == 200:
                 return True
-            spinner.update(f"loading the model and registering: {_missing(answer)}")
+            missing = _missing(answer)
+            spinner.update(f"loading the model and registering: {escape(missing)}")
+            if "could not start" in missing and missing != told:
+                told = missing  # also where no spinner shows; Ray goes on trying
+                console.print(f"[red]{escape(missing)}[/red]")
     return False
 
 
@@ -156,16 +164,15 @@ def _missing(answer: httpx.Response) -> str:
         return f"HTTP {answer.status_code}"
 
 
-def _say_hello(config: Config) -> None:
+def _say_hello(config: Config, as_json: bool) -> None:
     url = base_url(config)
     pairs = f"{config.prefill.instances} prefill + {config.decode.instances} decode"
     hello = f"[bold green]KVFerry serves {config.served_name()} at {url}/v1[/bold green]"
     console.print(f"{hello} ({pairs}); Ctrl-C stops it")
-    body = (
-        f'{{"model": "{config.served_name()}", "temperature": 0, '
-        '"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
-    )
-    print(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'", flush=True)
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    body = json.dumps({"model": config.served_name(), "temperature": 0, "messages": messages})
+    curl = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    print(json.dumps({"url": url, "model": config.served_name(), "curl": curl}) if as_json else curl, flush=True)
 
 
 def _quiet() -> None:

@@ -1,0 +1,28 @@
+"""What keeps an instance from starting is told with what is missing, until it registers (virtual time)."""
+
+from __future__ import annotations
+
+import asyncio
+
+from kvferry.actors.bootstrap.registry import Registry
+from kvferry.sim.loop import run
+from kvferry.sim.system import SimOptions, SimSystem
+
+
+def test_failures_to_start_are_part_of_what_is_missing() -> None:
+    async def main() -> None:
+        async with SimSystem(SimOptions()) as system:
+            registry = system.processes["registry"].actor
+            assert isinstance(registry, Registry)
+            system.kill("decode-0")
+            await registry.start_failed("decode-0", "MemoryError: no room for the pool")
+            await registry.start_failed("decode-0", "MemoryError: no room for the pool")
+            await asyncio.sleep(1)
+            told = "decode-0 could not start (2 times): MemoryError: no room for the pool"
+            assert registry.roster().missing == ("decode: 0 of 1 instances are complete", told)
+            assert system.router.roster.missing == registry.roster().missing
+            system.spawn("decode", "decode-0")
+            await asyncio.sleep(2)
+            assert registry.roster().ready and registry.roster().missing == ()
+
+    run(main())
