@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import os
@@ -10,11 +9,12 @@ import shlex
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
-from typing import Any
+from contextlib import contextmanager, redirect_stdout
+from typing import Any, TextIO
 
 import httpx
 import msgspec
@@ -53,9 +53,10 @@ def serve(config: Config, as_json: bool = False) -> None:
 
     signal.signal(signal.SIGINT, ask_to_stop)
     signal.signal(signal.SIGTERM, ask_to_stop)
-    with local_cluster(config):
+    out = sys.stdout  # ours alone: what Ray reports of its processes goes to stderr instead
+    with redirect_stdout(sys.stderr), local_cluster(config):
         if _wait_ready(config, stop):
-            _say_hello(config, as_json)
+            _say_hello(config, as_json, out)
             stop.wait()
 
 
@@ -120,14 +121,24 @@ def local_cluster(config: Config, quiet: bool = True) -> Iterator[str]:
 
 @contextmanager
 def _hushed() -> Iterator[None]:
-    """Ray reports actors that Serve itself has just killed; that is shown only if shutting down fails."""
-    said = io.StringIO()
-    try:
-        with redirect_stderr(said):
+    """Ray reports actors that Serve itself has just killed; that is shown only if shutting down fails.
+
+    The descriptor is turned aside, not `sys.stderr`: Ray's threads write to streams that they opened earlier.
+    """
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as said:
+        os.dup2(said.fileno(), 2)
+        try:
             yield
-    except BaseException:
-        sys.stderr.write(said.getvalue())
-        raise
+        except BaseException:
+            said.seek(0)
+            os.write(kept, said.read())
+            raise
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
 
 
 def base_url(config: Config) -> str:
@@ -164,7 +175,7 @@ def _missing(answer: httpx.Response) -> str:
         return f"HTTP {answer.status_code}"
 
 
-def _say_hello(config: Config, as_json: bool) -> None:
+def _say_hello(config: Config, as_json: bool, out: TextIO) -> None:
     url = base_url(config)
     pairs = f"{config.prefill.instances} prefill + {config.decode.instances} decode"
     hello = f"[bold green]KVFerry serves {config.served_name()} at {url}/v1[/bold green]"
@@ -172,7 +183,8 @@ def _say_hello(config: Config, as_json: bool) -> None:
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     body = json.dumps({"model": config.served_name(), "temperature": 0, "messages": messages})
     curl = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
-    print(json.dumps({"url": url, "model": config.served_name(), "curl": curl}) if as_json else curl, flush=True)
+    line = json.dumps({"url": url, "model": config.served_name(), "curl": curl}) if as_json else curl
+    print(line, file=out, flush=True)
 
 
 def _quiet() -> None:
