@@ -1,6 +1,5 @@
 """The torch twin against attention worked out densely in float64, and the Triton kernel against the twin."""
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -10,8 +9,6 @@ import pytest
 import torch
 
 from kvferry.kernels.paged_attention import causal_mask, paged_decode, paged_prefill, write_kv
-
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
 def dense(q, k, v, scale):
@@ -73,7 +70,6 @@ def test_write_kv_touches_its_slots_only():
     assert v_pages.view(12, -1).sum(1).tolist() == [0] * 5 + [32] + [0] * 5 + [32]
 
 
-@needs_triton
 def test_the_triton_kernel_interpreted_equals_the_twin():
     script = Path(__file__).with_name("triton_interpreted.py")
     done = subprocess.run(
@@ -87,7 +83,6 @@ def test_the_triton_kernel_interpreted_equals_the_twin():
     assert done.stdout.split() == ["float32", "float16", "bfloat16"]
 
 
-@needs_triton
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("capability", [80, 90])
 def test_the_triton_kernel_compiles_without_a_gpu(dtype, capability):
