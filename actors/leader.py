@@ -21,7 +21,7 @@ from kvferry.actors.ports import Clock, LostReason, Network, Resolve
 from kvferry.actors.settings import ClockSettings
 from kvferry.engine.contract import Engine, StepPlan, StepResult, TextFactory
 from kvferry.memory.ledger import PageLedger
-from kvferry.protocol.clocks import Clocks, Limits, Wait
+from kvferry.protocol.clocks import Clocks, Wait
 from kvferry.protocol.errors import Cause
 from kvferry.protocol.kvpoll import STICKY
 from kvferry.protocol.messages import (
@@ -84,10 +84,7 @@ class Leader(Actor, Generic[R]):
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts.network, parts.clock, parts.mailbox)
-        limits = parts.limits
-        self.limits = Limits(
-            limits.admission_wait_s, limits.prefill_wait_s, limits.transfer_wait_s, limits.no_progress_s
-        )
+        self.limits = parts.limits.limits()
         self.engine, self.texts, self.endpoint, self.info = parts.engine, parts.texts, parts.endpoint, parts.info
         self.max_rooms = parts.max_rooms
         self.page_size = self.engine.limits.page_size

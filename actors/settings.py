@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from kvferry.protocol.clocks import Limits
+
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base: an unknown key is an error."""
@@ -24,6 +26,10 @@ class ClockSettings(Settings, frozen=True):
     transfer_wait_s: float = 300.0
     admission_wait_s: float = 120.0
     no_progress_s: float = 60.0
+
+    def limits(self) -> Limits:
+        """As the clocks of the protocol take them."""
+        return Limits(self.admission_wait_s, self.prefill_wait_s, self.transfer_wait_s, self.no_progress_s)
 
 
 class LinkSettings(Settings, frozen=True):

@@ -15,7 +15,6 @@ from kvferry.actors.room.room import AbortRequested, FromLeg, LegLost, Room, Roo
 from kvferry.actors.router.pairs import choose, leaders
 from kvferry.actors.settings import ClockSettings, RouterSettings
 from kvferry.memory.admission import refusal
-from kvferry.protocol.clocks import Limits
 from kvferry.protocol.errors import Cause
 from kvferry.protocol.messages import (
     AbortAck,
@@ -102,9 +101,7 @@ class Router(Actor):
         self.membership = Membership(network, resolve, Watch(network.address.name), self.spawn, self._mailbox.put)
         self._random = random
         self._backend = backend
-        self._limits = Limits(
-            limits.admission_wait_s, limits.prefill_wait_s, limits.transfer_wait_s, limits.no_progress_s
-        )
+        self._limits = limits.limits()
         self._redial_at_s = 0.0
         self._durations_s: deque[float] = deque(maxlen=64)
         self._on_message = {Roster: self._new_roster}

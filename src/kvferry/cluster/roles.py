@@ -9,6 +9,7 @@ import ray
 from kvferry.actors.actor import Actor
 from kvferry.actors.bootstrap.registry import Registry
 from kvferry.actors.decode.decode import Decode
+from kvferry.actors.inbox import Inbox
 from kvferry.actors.leader import Parts
 from kvferry.actors.ports import Network, Resolve
 from kvferry.actors.prefill.prefill import Prefill
@@ -71,7 +72,7 @@ async def _leader(role: str, name: str, config: Config, network: Network, resolv
     sizes = (settings.pool_pages, settings.max_rooms, settings.threads)
     loaded, engine = await asyncio.to_thread(load_engine, config, *sizes)
     texts = TokenizerTexts(loaded.tokenizer, loaded.eos_token_ids)
-    inbox = _Inbox()
+    inbox = Inbox()
     endpoint = await _endpoint(config, engine, network, inbox)
     info = _rank_info(role, name, config, network.address, engine)
     mailbox, clocks = config.links.mailbox, config.clocks
@@ -81,16 +82,6 @@ async def _leader(role: str, name: str, config: Config, network: Network, resolv
     decode = Decode(parts, config.decode)
     inbox.deliver = decode.notified
     return decode
-
-
-class _Inbox:
-    """Lets the endpoint be made before the actor that takes its notifications."""
-
-    deliver: OnNotify | None = None
-
-    def __call__(self, agent: str, payload: bytes) -> None:
-        if self.deliver is not None:
-            self.deliver(agent, payload)
 
 
 def load_engine(config: Config, pages: int, rows: int, threads: int) -> tuple[Loaded, Engine]:

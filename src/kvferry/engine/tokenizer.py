@@ -7,7 +7,6 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from kvferry.engine.loader import load_tokenizer, locate
 from kvferry.engine.text import backend_of
 from kvferry.protocol.errors import InvalidRequest
 
@@ -21,11 +20,6 @@ class ChatTokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._backend = backend_of(tokenizer)
-
-    @classmethod
-    def of(cls, model: str) -> ChatTokenizer:
-        """The tokenizer of a model named as in the settings, without its weights. Raises ConfigError."""
-        return cls(load_tokenizer(locate(model)))
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """Token ids of a conversation, up to where the assistant's answer begins.

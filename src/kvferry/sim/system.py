@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from kvferry.actors.actor import Actor
 from kvferry.actors.bootstrap.registry import Registry
 from kvferry.actors.decode.decode import Decode
+from kvferry.actors.inbox import Inbox
 from kvferry.actors.leader import Parts
 from kvferry.actors.links import LinkLayer
 from kvferry.actors.prefill.prefill import Prefill
@@ -31,7 +32,7 @@ from kvferry.memory.ledger import PageCounts
 from kvferry.protocol.messages import Address, Layout, RankInfo
 from kvferry.sim.loop import VirtualClock
 from kvferry.sim.network import SimClock, SimNetwork
-from kvferry.transfer.contract import Endpoint, OnNotify
+from kvferry.transfer.contract import Endpoint
 from kvferry.transfer.fake import FakeFabric
 from kvferry.transfer.faulty import FaultyEndpoint
 
@@ -205,7 +206,7 @@ class SimSystem:
         options = self.options
         settings = options.prefill if role == "prefill" else options.decode
         engine = self._engine(settings.pool_pages, clock)
-        inbox = _Inbox()
+        inbox = Inbox()
         endpoint: Endpoint = self.fabric.endpoint(engine.regions(), links.address.incarnation, inbox)
         faults = options.faults
         if role == "prefill" and (faults.delay_ms > 0 or faults.stall_after >= 0):
@@ -234,13 +235,3 @@ class SimSystem:
         layout = Layout("scripted", "1", "float32", self.options.page_size, layers=3, kv_heads=2, head_dim=4)
         limits = EngineLimits(pages, self.options.page_size, self.options.context_tokens, vocab_size=50_000)
         return ScriptedEngine(layout, limits, metadata_rows=64, sleep=clock.sleep, cost_s=self.options.cost_s)
-
-
-class _Inbox:
-    """Lets an endpoint be made before the actor that takes its notifications."""
-
-    deliver: OnNotify | None = None
-
-    def __call__(self, agent: str, payload: bytes) -> None:
-        if self.deliver is not None:
-            self.deliver(agent, payload)
