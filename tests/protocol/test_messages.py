@@ -40,6 +40,10 @@ EXAMPLES: list[m.Message] = [
     m.Drained(5, 0, True, kv_bytes=1 << 40, metadata_bytes=256),
     m.TokenBatch("decode", (m.Token(1, 0, 5, 0, 42, "é", "stop"), m.Token(1, 0, 5, 1, 43, ""))),
     m.Stop(1, 0, 5),
+    m.TokenBatch("decode", (m.Token(1, 0, 5, 0, 42, "", "", m.Logprobs(-0.25, ((42, -0.25), (7, -1.5)))),)),
+    m.Retracted(1, 0, 5, 17),
+    m.Load("prefill", queued_tokens=900, tokens_per_s=321.5),
+    m.Load("decode", waiting=1, running=2, free_pages=3, total_pages=64, step_s=0.02),
     m.Register(INFO),
     m.Registered(3),
     m.RegistrationRefused("held", True),
@@ -67,6 +71,8 @@ WIRE = {
     "Drained": "room rank complete kv_bytes= metadata_bytes=",
     "TokenBatch": "leg tokens",
     "Stop": "request attempt room",
+    "Retracted": "request attempt room next_index",
+    "Load": "role queued_tokens= tokens_per_s= waiting= running= free_pages= total_pages= step_s=",
     "Register": "info",
     "Registered": "version",
     "RegistrationRefused": "reason retry",
@@ -75,12 +81,14 @@ WIRE = {
 }
 PARTS = {
     m.Address: "name endpoint incarnation host pid",
-    m.Sampling: "max_tokens temperature= top_p= top_k= seed= stop= stop_token_ids=",
-    m.RequestSpec: "request prompt_ids sampling front frozen_ids=",
-    m.Token: "request attempt room index token_id text finish_reason=",
+    m.Sampling: "max_tokens temperature= top_p= top_k= seed= stop= stop_token_ids= min_p= logit_bias= "
+    "presence_penalty= frequency_penalty= repetition_penalty= min_tokens= ignore_eos= logprobs=",
+    m.Logprobs: "logprob top=",
+    m.RequestSpec: "request prompt_ids sampling front frozen_ids= group= samples= prefer=",
+    m.Token: "request attempt room index token_id text finish_reason= logprobs=",
     m.Layout: "model revision dtype page_size layers kv_heads head_dim policy=",
     m.RankInfo: "instance role address layout dp_rank= dp_size= cp_rank= cp_size= tp_rank= tp_size= pp_rank= pp_size= "
-    "pages= max_prompt_tokens= max_total_tokens=",
+    "pages= max_prompt_tokens= max_total_tokens= draining=",
     Cause: "code message leg= rank= peer= room= state= elapsed_s= param= because=",
     Notification: "room rank incarnation",
 }

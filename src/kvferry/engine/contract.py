@@ -6,7 +6,7 @@ from typing import Protocol
 
 import msgspec
 
-from kvferry.protocol.messages import Layout, Sampling
+from kvferry.protocol.messages import Layout, Logprobs, Sampling
 from kvferry.transfer.contract import Region
 
 
@@ -35,11 +35,13 @@ class StepPlan(msgspec.Struct, frozen=True):
 
 class Drawn(msgspec.Struct, frozen=True):
     """A sampled token. `margin` is the distance that decides it: for greedy the logit gap between the two best,
-    for a draw the distance of the uniform variate to the nearest edge of the token's interval.
+    for a draw the distance of the uniform variate to the nearest edge of the token's interval. `logprobs` where the
+    request asked for them.
     """
 
     token_id: int
     margin: float
+    logprobs: Logprobs | None = None
 
 
 class StepResult(msgspec.Struct, frozen=True):

@@ -39,7 +39,10 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     """Sampling and stop rules. temperature 0 is greedy; top_k 0 and top_p 1 are off.
 
     The draw for a token is a function of (seed, position) alone, so every attempt, and PD and unified alike,
-    give the same tokens.
+    give the same tokens. What changes the logits before the draw is applied in this order: `logit_bias` (token id,
+    added value), repetition, frequency and presence penalty, then `min_tokens` (end tokens can't be drawn before so
+    many). `ignore_eos`: the model's own end tokens end nothing; `stop_token_ids` still do. `logprobs` -1 is off, k asks
+    for the chosen token's log-probability and those of the k most likely, of the model's own distribution.
     """
 
     max_tokens: int
@@ -49,12 +52,24 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     seed: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    min_p: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    logprobs: int = -1
 
 
 class RequestSpec(msgspec.Struct, frozen=True):
     """One attempt of a request as the front hands it to a router. `request` is the front's own id for it (63 random
     bits). `frozen_ids` are the tokens that the client has from earlier attempts: they are fed after the prompt, and
     count towards max_tokens and the stop rules as if this attempt had made them.
+
+    Requests with one `group` (0: none) are `samples` answers to one prompt: the router sends them to one prefill, which
+    computes the prompt once. `prefer` is the incarnation of the decode that the router should choose if it can (0:
+    any): the one that has retracted the request.
     """
 
     request: int
@@ -62,6 +77,9 @@ class RequestSpec(msgspec.Struct, frozen=True):
     sampling: Sampling
     front: Address
     frozen_ids: tuple[int, ...] = ()
+    group: int = 0
+    samples: int = 1
+    prefer: int = 0
 
     @property
     def fed_ids(self) -> tuple[int, ...]:
@@ -211,6 +229,15 @@ class Drained(Message, frozen=True):
 # --- Tokens: leaders <-> front -----------------------------------------------------------------------------
 
 
+class Logprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Natural logarithms of probabilities: the chosen token's, and those of the most likely, (token id, logprob) each,
+    most likely first, equals by id.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
 class Token(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
     """One generated token. `text` is what may be shown because of it (stop text and half characters are held back).
 
@@ -224,6 +251,7 @@ class Token(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
     token_id: int
     text: str
     finish_reason: str = ""
+    logprobs: Logprobs | None = None
 
 
 class TokenBatch(Message, frozen=True):
@@ -239,6 +267,38 @@ class Stop(Message, frozen=True):
     request: int
     attempt: int
     room: int
+
+
+class Retracted(Message, frozen=True):
+    """Decode -> front, behind the last tokens: the pages are needed by older requests, the attempt is over, and
+    token `next_index` is the first that was not sent. Decode remembers the request's age: the next attempt should
+    prefer this decode.
+    """
+
+    request: int
+    attempt: int
+    room: int
+    next_index: int
+
+
+# --- Leaders -> routers ------------------------------------------------------------------------------------
+
+
+class Load(Message, frozen=True):
+    """A leader's word to every linked router, about once a second and soon after a change.
+
+    Prefill: `queued_tokens` of prompts not yet computed, `tokens_per_s` measured over recent forwards (0: unknown).
+    Decode: `waiting` rooms not admitted, `running` ones, `free_pages` of `total_pages`, `step_s` a recent step's time.
+    """
+
+    role: str
+    queued_tokens: int = 0
+    tokens_per_s: float = 0.0
+    waiting: int = 0
+    running: int = 0
+    free_pages: int = 0
+    total_pages: int = 0
+    step_s: float = 0.0
 
 
 # --- Registry ----------------------------------------------------------------------------------------------
@@ -260,7 +320,8 @@ class Layout(msgspec.Struct, frozen=True):
 class RankInfo(msgspec.Struct, frozen=True):
     """One rank of one instance. `instance` is its name; coordinates count from 0.
 
-    `max_prompt_tokens` and `max_total_tokens` are the limits of this rank's pool and model.
+    `max_prompt_tokens` and `max_total_tokens` are the limits of this rank's pool and model. `draining`: it takes no new
+    rooms, finishes those it has, and leaves.
     """
 
     instance: str
@@ -278,6 +339,7 @@ class RankInfo(msgspec.Struct, frozen=True):
     pages: int = 0
     max_prompt_tokens: int = 0
     max_total_tokens: int = 0
+    draining: bool = False
 
 
 class Register(Message, frozen=True):
@@ -312,15 +374,15 @@ class Roster(Message, frozen=True):
 
 _ALL: tuple[type[Message], ...] = (
     OpenPrefill, OpenDecode, Opened, Admitted, Progress, PrefillDone, Received, Committed, Failed, Abort,
-    AbortAck, UnknownRoom, Destination, AbortTransfer, Drained, TokenBatch, Stop, Register, Registered,
+    AbortAck, UnknownRoom, Destination, AbortTransfer, Drained, TokenBatch, Stop, Retracted, Load, Register, Registered,
     RegistrationRefused, Watch, Roster,
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
     OpenPrefill | OpenDecode | Opened | Admitted | Progress | PrefillDone | Received | Committed | Failed
-    | Abort | AbortAck | UnknownRoom | Destination | AbortTransfer | Drained | TokenBatch | Stop | Register
-    | Registered | RegistrationRefused | Watch | Roster
+    | Abort | AbortAck | UnknownRoom | Destination | AbortTransfer | Drained | TokenBatch | Stop | Retracted
+    | Load | Register | Registered | RegistrationRefused | Watch | Roster
 )  # fmt: skip
 
 
