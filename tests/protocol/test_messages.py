@@ -124,7 +124,7 @@ def test_a_message_of_a_later_version_decodes(message: m.Message) -> None:
 
 def test_a_token_of_a_later_version_decodes() -> None:
     """Tokens are arrays: what a later version appends is skipped, what an earlier one lacks has its default."""
-    token = [1, 0, 5, 0, 42, "a", "stop", "added later"]
+    token = [1, 0, 5, 0, 42, "a", "stop", None, "added later"]
     data = msgspec.msgpack.encode({"type": "TokenBatch", "leg": "decode", "tokens": [token, [1, 0, 5, 1, 43, "b"]]})
     tokens = (m.Token(1, 0, 5, 0, 42, "a", "stop"), m.Token(1, 0, 5, 1, 43, "b"))
     assert m.decode(data) == m.TokenBatch("decode", tokens)
