@@ -10,6 +10,7 @@ import msgspec
 from kvferry.actors.leader import Leader, Parts, drop
 from kvferry.actors.prefill.room import PrefillRoom
 from kvferry.actors.prefill.sending import ChunkWriter
+from kvferry.actors.prefill.siblings import Siblings
 from kvferry.actors.settings import PrefillSettings
 from kvferry.engine.contract import Sequence, StepPlan, StepResult
 from kvferry.memory.admission import pages_needed
@@ -44,6 +45,7 @@ from kvferry.transfer.contract import (
 )
 
 RANK = 0
+_BEFORE_PAGES = (SenderState.AWAITING_DESTINATION, SenderState.QUEUED)
 
 
 class Connected(msgspec.Struct, frozen=True):
@@ -77,6 +79,7 @@ class Prefill(Leader[PrefillRoom]):
         self.active: deque[int] = deque()
         self._writer = ChunkWriter(self.engine, self.network.address.incarnation)
         self._targets: dict[int, Peer] = {}  # by decode's incarnation
+        self._siblings = Siblings(self.ledger, self.page_size)
         self._on_message |= {
             OpenPrefill: self._open, Destination: self._destination, Abort: self._abort,
             AbortTransfer: self._abort_transfer, Progress: self._progress_of_decode, UnknownRoom: self._unknown,
@@ -152,18 +155,34 @@ class Prefill(Leader[PrefillRoom]):
     # --- reserve, compute ---
 
     def admit(self) -> None:
-        while self.waiting:
-            room = self.rooms[self.waiting[0]]
-            pages = pages_needed(room.prompt_tokens, self.page_size)
-            holding = self.ledger.reserve(room.room, pages, rows=1)
-            if holding is None:
+        """In order of arrival; one that waits for a sibling's pages needs none of its own and holds nobody back."""
+        for room_id in tuple(self.waiting):
+            room = self.rooms[room_id]
+            if self._siblings.must_wait(room):
+                continue
+            if not self._reserve(room):
                 return
-            self.waiting.popleft()
-            room.holding = holding
+            self.waiting.remove(room_id)
             self.active.append(room.room)
             room.clocks.wait(Wait.PREFILL, self.clock.now_s())
             self.act(room, room.machine.handle(SenderEvent.RESERVE))
-            self.tell_both(room, self.progress(room, "started"))
+            self.tell_both(room, self.progress(room, "started", tokens=room.computed))
+
+    def _reserve(self, room: PrefillRoom) -> bool:
+        """Source pages for the whole prompt; those that a sibling has computed are shared."""
+        while True:
+            shared = self._siblings.shared(room)
+            pages = pages_needed(room.prompt_tokens, self.page_size) - len(shared)
+            holding = self.ledger.reserve(room.room, pages, rows=1, shared=shared)
+            if holding is not None:
+                break
+            if not self._siblings.give_way(self.forward.done):
+                return False
+        room.holding = holding
+        room.computed = len(shared) * self.page_size
+        self.counts["prompt tokens shared"] += room.computed
+        self._siblings.took(room, len(shared), self.forward.done)
+        return True
 
     def plan_step(self, step: int) -> StepPlan | None:
         """Chunks of the rooms in order of arrival, within the token budget; only a prompt's end leaves a page open."""
@@ -172,6 +191,8 @@ class Prefill(Leader[PrefillRoom]):
         for room_id in self.active:
             room = self.rooms[room_id]
             size = min(self.settings.chunk_tokens, room.remaining, budget)
+            if room.computed < (full := self._siblings.full_pages(room) * self.page_size):
+                size = min(size, full - room.computed)  # the rest is a chunk of its own, as in every sibling
             if size < room.remaining:
                 size -= size % self.page_size
             if size <= 0:
@@ -193,6 +214,7 @@ class Prefill(Leader[PrefillRoom]):
         for sequence, drawn in zip(plan.sequences, result.drawn, strict=True):
             room = self.rooms[sequence.key]  # a room outlives each forward that names it
             room.computed = sequence.start + len(sequence.token_ids)
+            self._siblings.computed(room, self.clock.now_s())
             event = SenderEvent.CHUNK_COMPUTED
             if drawn is not None:
                 event = SenderEvent.LAST_COMPUTED
@@ -294,6 +316,7 @@ class Prefill(Leader[PrefillRoom]):
                     self._write(room, last)
                 case sender.Cancel():
                     drop(self.active, room.room)
+                    self._siblings.ended(room)
                     for handle in room.handles:
                         self.endpoint.cancel(handle)
                 case sender.Report(cause):
@@ -319,6 +342,7 @@ class Prefill(Leader[PrefillRoom]):
         self._free_pages(room)
         drop(self.waiting, room.room)
         drop(self.active, room.room)
+        self._siblings.ended(room)
         del self.rooms[room.room]
 
     def _free_pages(self, room: PrefillRoom) -> None:
@@ -331,6 +355,14 @@ class Prefill(Leader[PrefillRoom]):
         room.holding = None
 
     # --- clocks and status ---
+
+    def tick(self, now_s: float) -> None:
+        super().tick(now_s)
+        without_pages = {room.spec.group for room in self.rooms.values() if room.machine.state in _BEFORE_PAGES}
+        self._siblings.tick(now_s, without_pages, self.forward.done)
+
+    def block_tables(self) -> dict[int, tuple[int, ...]]:
+        return super().block_tables() | self._siblings.tables()
 
     def report_progress(self) -> None:
         for position, room_id in enumerate((*self.active, *self.waiting)):

@@ -2,7 +2,8 @@
 
 Each page is in exactly one state, the first that fits: quarantined, leased (a peer may write or read it), owned,
 cached, free. A page changes hands only as part of a *holding*: pages (and metadata rows) reserved together for
-one room and released together, on proof.
+one room and released together, on proof. Holdings may share pages that nobody writes any more: each is released on
+its own proof, and a page is free when the last holding that has it is gone.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class Holding:
     lease: Lease | None = None
     was_given: bool = False
     quarantined: bool = False
+    cached: bool = False  # kept for whoever can use it; given up when pages run short
     released: bool = field(default=False, repr=False)
 
 
@@ -71,26 +73,39 @@ class PageLedger:
         self._free: deque[int] = deque(range(pages))
         self._free_rows: deque[int] = deque(range(rows))
         self._holdings: dict[int, Holding] = {}
+        self._holders: Counter[int] = Counter()  # page -> how many holdings have it
         self._next = 1
 
     @property
     def free(self) -> int:
         return len(self._free)
 
-    def reserve(self, owner: int, pages: int, rows: int = 0) -> Holding | None:
-        """Take `pages` pages and `rows` rows for `owner`, all or none: None when either runs short."""
+    def reserve(self, owner: int, pages: int, rows: int = 0, shared: tuple[int, ...] = ()) -> Holding | None:
+        """Take `pages` pages and `rows` rows for `owner`, all or none: None when either runs short.
+
+        `shared` are pages that other holdings have and nobody writes any more; they come first in this one too.
+        """
         if pages < 1 or rows < 0:
             raise LedgerError(f"room {owner}: {pages} pages and {rows} rows can't be reserved; at least 1 and 0")
         if pages > len(self._free) or rows > len(self._free_rows):
             return None
-        holding = Holding(
-            self._next,
-            owner,
-            tuple(self._free.popleft() for _ in range(pages)),
-            tuple(self._free_rows.popleft() for _ in range(rows)),
-        )
+        taken = tuple(self._free.popleft() for _ in range(pages))
+        return self._hold(owner, shared, taken, tuple(self._free_rows.popleft() for _ in range(rows)))
+
+    def keep(self, owner: int, shared: tuple[int, ...]) -> Holding:
+        """A holding of nothing but shared pages, in state *cached*: they stay when the others who have them go."""
+        holding = self._hold(owner, shared, (), ())
+        holding.cached = True
+        return holding
+
+    def _hold(self, owner: int, shared: tuple[int, ...], taken: tuple[int, ...], rows: tuple[int, ...]) -> Holding:
+        for page in shared:
+            if not self._holders[page]:
+                raise LedgerError(f"room {owner}: page {page} can't be shared: nobody holds it")
+        holding = Holding(self._next, owner, shared + taken, rows)
         self._next += 1
         self._holdings[holding.id] = holding
+        self._holders.update(holding.pages)
         return holding
 
     def name_in_step(self, holding: Holding, step: int) -> None:
@@ -119,8 +134,8 @@ class PageLedger:
         holding.quarantined = True
 
     def release(self, holding: Holding, proof: Quiescent) -> None:
-        """Return the pages and rows to the free lists. Raises LedgerError, with nothing changed, if the proof does
-        not cover the holding's last forward or its lease.
+        """Return the rows, and the pages that no other holding has, to the free lists. Raises LedgerError, with
+        nothing changed, if the proof does not cover the holding's last forward or its lease.
         """
         self._must_be_live(holding)
         if proof.holding != holding.id:
@@ -132,15 +147,24 @@ class PageLedger:
         self._check_peers(holding, proof.peers)
         holding.released = True
         del self._holdings[holding.id]
-        self._free.extend(holding.pages)
+        for page in holding.pages:
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                del self._holders[page]
+                self._free.append(page)
         self._free_rows.extend(holding.rows)
 
     def counts(self) -> PageCounts:
-        by_state: Counter[str] = Counter()
+        states: dict[int, str] = {}
         for holding in self._holdings.values():
-            by_state[state_of(holding)] += len(holding.pages)
-        owned, leased, quarantined = by_state["owned"], by_state["leased"], by_state["quarantined"]
-        return PageCounts(self.total, len(self._free), owned, leased, cached=0, quarantined=quarantined)
+            for page in holding.pages:
+                states[page] = first_that_fits(states.get(page), state_of(holding))
+        return self._counted(Counter(states.values()), len(self._free))
+
+    def _counted(self, count: Counter[str], free: int) -> PageCounts:
+        return PageCounts(
+            self.total, free, count["owned"], count["leased"], count["cached"], count["quarantined"]
+        )  # fmt: skip
 
     def audit(self, tables: Mapping[int, Iterable[int]]) -> PageCounts:
         """Recount every page from the owners' own block tables (room -> pages) and compare.
@@ -151,20 +175,27 @@ class PageLedger:
         if len(seen) != len(self._free):
             raise LedgerError("a page lies twice in the free list")
         states = {holding.owner: state_of(holding) for holding in self._holdings.values()}
+        holders: Counter[int] = Counter()
         for room, pages in tables.items():
             for page in pages:
                 if not 0 <= page < self.total:
                     raise LedgerError(f"page {page} of room {room} is outside 0 .. {self.total - 1}")
-                if page in seen:
+                holders[page] += 1
+                if page in seen and holders[page] > self._holders[page]:
                     raise LedgerError(f"page {page} of room {room} is also {seen[page]}")
-                seen[page] = states.get(room, "held by a room that the ledger does not know")
+                state = states.get(room, "held by a room that the ledger does not know")
+                seen[page] = first_that_fits(seen.get(page), state)
         if len(seen) != self.total:
             missing = sorted(set(range(self.total)) - seen.keys())
             raise LedgerError(f"{len(missing)} pages are nowhere, the first is {missing[0]}")
         count = Counter(seen.values())
-        recount = PageCounts(self.total, count["free"], count["owned"], count["leased"], 0, count["quarantined"])
+        recount = self._counted(count, count["free"])
         if recount != self.counts():
             raise LedgerError(f"recount {recount} differs from the ledger's {self.counts()}")
+        if holders != self._holders:
+            page = min(page for page in holders | self._holders if holders[page] != self._holders[page])
+            text = f"page {page} is in {holders[page]} block tables; the ledger knows {self._holders[page]} holdings"
+            raise LedgerError(text)
         return recount
 
     def _must_be_live(self, holding: Holding) -> None:
@@ -190,8 +221,21 @@ class PageLedger:
                 return
 
 
+#: A page's states, the first that fits first.
+_STATES = ("quarantined", "leased", "owned", "cached")
+
+
 def state_of(holding: Holding) -> str:
-    """The state of a holding's pages: the first that fits."""
+    """The state of a holding's pages, as far as this holding goes."""
     if holding.quarantined:
         return "quarantined"
-    return "leased" if holding.lease is not None else "owned"
+    if holding.lease is not None:
+        return "leased"
+    return "cached" if holding.cached else "owned"
+
+
+def first_that_fits(known: str | None, state: str) -> str:
+    """The state of a page that is in both states for two of its holders."""
+    if known is None or known not in _STATES or state not in _STATES:
+        return state
+    return min(known, state, key=_STATES.index)
