@@ -87,6 +87,7 @@ class PageLedger:
         """
         if pages < 1 or rows < 0:
             raise LedgerError(f"room {owner}: {pages} pages and {rows} rows can't be reserved; at least 1 and 0")
+        self._must_be_held(owner, shared)
         if pages > len(self._free) or rows > len(self._free_rows):
             return None
         taken = tuple(self._free.popleft() for _ in range(pages))
@@ -94,14 +95,12 @@ class PageLedger:
 
     def keep(self, owner: int, shared: tuple[int, ...]) -> Holding:
         """A holding of nothing but shared pages, in state *cached*: they stay when the others who have them go."""
+        self._must_be_held(owner, shared)
         holding = self._hold(owner, shared, (), ())
         holding.cached = True
         return holding
 
     def _hold(self, owner: int, shared: tuple[int, ...], taken: tuple[int, ...], rows: tuple[int, ...]) -> Holding:
-        for page in shared:
-            if not self._holders[page]:
-                raise LedgerError(f"room {owner}: page {page} can't be shared: nobody holds it")
         holding = Holding(self._next, owner, shared + taken, rows)
         self._next += 1
         self._holdings[holding.id] = holding
@@ -197,6 +196,11 @@ class PageLedger:
             text = f"page {page} is in {holders[page]} block tables; the ledger knows {self._holders[page]} holdings"
             raise LedgerError(text)
         return recount
+
+    def _must_be_held(self, owner: int, pages: tuple[int, ...]) -> None:
+        for page in pages:
+            if not self._holders[page]:
+                raise LedgerError(f"room {owner}: page {page} can't be shared: nobody holds it")
 
     def _must_be_live(self, holding: Holding) -> None:
         if self._holdings.get(holding.id) is not holding:
