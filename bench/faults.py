@@ -22,9 +22,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-from rich.progress import Progress
-
 from report import arguments, finish, table
+from rich.progress import Progress
 from serving import Served, served
 
 MODEL = "smollm2-135m"
