@@ -1,7 +1,7 @@
-"""Every metric of the front, with its help text. One registry per process.
+"""Every metric, with its help text. One registry per front.
 
-The gauges of instances are not kept here: they are made at scrape time out of the status object, so they can't
-disagree with `kvferry status`.
+What instances and routers count is not kept here: it is made into metrics at scrape time out of the status object, so
+it can't disagree with `kvferry status`. docs/grafana.json draws these names, and a test holds it against them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+
+from kvferry.obs.rooms import PHASE_BUCKETS_S
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -41,6 +48,13 @@ class FrontMetrics:
             "kvferry_inter_token_seconds",
             "Time between tokens of one request at the front; tokens that came together share their time.",
             buckets=_TOKEN_BUCKETS_S,
+            registry=self.registry,
+        )
+        self.generation = Histogram(
+            "kvferry_generation_seconds",
+            "From the first token of a request to its last, for requests that finished: with the time to the first "
+            "token it adds up to kvferry_request_seconds.",
+            buckets=_REQUEST_BUCKETS_S,
             registry=self.registry,
         )
         self.request_time = Histogram(
@@ -76,7 +90,7 @@ class FrontMetrics:
 
 
 class _StatusCollector:
-    """Turns the last status object into gauges."""
+    """Turns the last status object into metrics."""
 
     def __init__(self) -> None:
         self.status: dict[str, Any] | None = None
@@ -94,20 +108,72 @@ class _StatusCollector:
         rooms = GaugeMetricFamily("kvferry_rooms_live", "Rooms that have not ended, at all routers.")
         rooms.add_metric([], float(status["rooms_live"]))
         yield rooms
-        pages = GaugeMetricFamily(
-            "kvferry_pages",
-            "Pages of an instance by state: free, owned, leased, cached, quarantined; they add up to the pool.",
-            labels=("instance", "role", "state"),
-        )
-        queues = GaugeMetricFamily(
-            "kvferry_queue_length", "Requests in a queue of an instance.", labels=("instance", "role", "queue")
-        )
-        for instance in status["instances"]:
-            place = [str(instance["id"]), str(instance["role"])]
-            for state, count in instance["pages"].items():
-                if state != "total":
-                    pages.add_metric([*place, state], float(count))
-            for queue, length in instance["queues"].items():
-                queues.add_metric([*place, queue], float(length))
-        yield pages
-        yield queues
+        yield from _of_instances(status["instances"])
+        yield from _of_routers([router for router in status.get("routers", ()) if "rooms" in router])
+
+
+def _of_instances(instances: list[dict[str, Any]]) -> Iterator[Metric]:
+    pages = GaugeMetricFamily(
+        "kvferry_pages",
+        "Pages of an instance by state: free, owned, leased, cached, quarantined; they add up to the pool.",
+        labels=("instance", "role", "state"),
+    )
+    queues = GaugeMetricFamily(
+        "kvferry_queue_length", "Requests in a queue of an instance.", labels=("instance", "role", "queue")
+    )
+    forwards = CounterMetricFamily(
+        "kvferry_forwards", "Forwards that an instance's engine has finished.", labels=("instance", "role")
+    )
+    events = CounterMetricFamily(
+        "kvferry_events",
+        "What an instance has counted since it started, by name: refused rooms, retractions, shared prompt tokens, "
+        "late or stray messages.",
+        labels=("instance", "role", "event"),
+    )
+    for instance in instances:
+        place = [str(instance["id"]), str(instance["role"])]
+        for state, count in instance["pages"].items():
+            if state != "total":
+                pages.add_metric([*place, state], float(count))
+        for queue, length in instance["queues"].items():
+            queues.add_metric([*place, queue], float(length))
+        if "step" in instance:
+            forwards.add_metric(place, float(instance["step"]))
+        for event, count in sorted(instance.get("counts", {}).items()):
+            events.add_metric([*place, event], float(count))
+    yield from (pages, queues, forwards, events)
+
+
+def _of_routers(routers: list[dict[str, Any]]) -> Iterator[Metric]:
+    phases = HistogramMetricFamily(
+        "kvferry_room_phase_seconds",
+        "Time that ended rooms spent in each phase of KVPoll before Success or Failed.",
+        labels=("router", "phase"),
+    )
+    outcomes = CounterMetricFamily(
+        "kvferry_rooms",
+        "Rooms that ended, by outcome: committed, or the error code of their cause.",
+        labels=("router", "outcome"),
+    )
+    moved = CounterMetricFamily("kvferry_kv_bytes", "Bytes of KV that ended rooms have moved.", labels=("router",))
+    refused = CounterMetricFamily(
+        "kvferry_router_events",
+        "What a router has counted since it started, by name: refusals by error code, rooms by end, stray messages.",
+        labels=("router", "event"),
+    )
+    for router in routers:
+        name, rooms = str(router["id"]), router["rooms"]
+        for phase, durations in rooms["phases"].items():
+            phases.add_metric([name, phase], _cumulative(durations["buckets"]), durations["sum_s"])
+        for outcome, count in sorted(rooms["outcomes"].items()):
+            outcomes.add_metric([name, outcome], float(count))
+        moved.add_metric([name], float(rooms["kv_bytes"]))
+        for event, count in sorted(router["counts"].items()):
+            refused.add_metric([name, event], float(count))
+    yield from (phases, outcomes, moved, refused)
+
+
+def _cumulative(buckets: list[int]) -> list[tuple[str, float]]:
+    """As Prometheus wants them: (upper bound, how many are at most that)."""
+    bounds = [str(bound) for bound in PHASE_BUCKETS_S] + ["+Inf"]
+    return [(bound, float(sum(buckets[: at + 1]))) for at, bound in enumerate(bounds)]
