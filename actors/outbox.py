@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvferry.actors.leg_room import LegRoom
 from kvferry.actors.ports import Network
 from kvferry.engine.contract import Emission
-from kvferry.protocol.messages import Token, TokenBatch
+from kvferry.protocol.messages import Logprobs, Token, TokenBatch
 
 
 class TokenOutbox:
@@ -15,9 +15,9 @@ class TokenOutbox:
         self._network, self._leg = network, leg
         self._tokens: dict[int, list[Token]] = {}
 
-    def put(self, room: LegRoom, index: int, token_id: int, emission: Emission) -> None:
+    def put(self, room: LegRoom, index: int, token_id: int, emission: Emission, logprobs: Logprobs | None) -> None:
         token = Token(
-            room.spec.request, room.attempt, room.room, index, token_id, emission.text, emission.finish_reason
+            room.spec.request, room.attempt, room.room, index, token_id, emission.text, emission.finish_reason, logprobs
         )
         self._tokens.setdefault(room.spec.front.incarnation, []).append(token)
 

@@ -11,6 +11,7 @@ from kvferry.actors.decode.room import DecodeRoom
 from kvferry.actors.leader import Leader, Parts, drop
 from kvferry.actors.settings import DecodeSettings
 from kvferry.engine.contract import Sequence, StepPlan, StepResult
+from kvferry.engine.history import Past
 from kvferry.memory.admission import pages_needed, refusal
 from kvferry.memory.proof import Drained as DrainedProof
 from kvferry.memory.proof import Exited, NeverGiven, Quiescent, Stepped
@@ -26,6 +27,7 @@ from kvferry.protocol.messages import (
     Destination,
     Drained,
     Failed,
+    Logprobs,
     OpenDecode,
     Progress,
     Received,
@@ -85,7 +87,7 @@ class Decode(Leader[DecodeRoom]):
             return self.refuse_open(router, message.room, cause)
         record = self.new_room(router, message, message.prefill)
         machine, text = ReceiverMachine(REQUIRED_ACKS), self.texts.stream(spec.sampling, spec.frozen_ids)
-        room = DecodeRoom(**record, machine=machine, text=text, generated=len(spec.frozen_ids))
+        room = DecodeRoom(**record, machine=machine, text=text, past=Past(spec), generated=len(spec.frozen_ids))
         return self.take_in(room)
 
     def leg_opened(self, room: DecodeRoom) -> None:
@@ -204,9 +206,7 @@ class Decode(Leader[DecodeRoom]):
         expected = (room.room, room.peer.incarnation, room.prompt_tokens)
         if (found.room, found.incarnation, found.prompt_tokens) != expected:
             return f"the metadata row holds {found}; expected room, incarnation and prompt tokens {expected}"
-        if not 0 <= found.first_token < self.engine.limits.vocab_size:
-            return f"the first token is {found.first_token}; allowed: 0 to {self.engine.limits.vocab_size - 1}"
-        return None
+        return found.token_problem(room.spec.sampling.logprobs, self.engine.limits.vocab_size)
 
     def _metadata(self, room: DecodeRoom) -> Metadata:
         assert room.holding is not None
@@ -219,7 +219,8 @@ class Decode(Leader[DecodeRoom]):
         room.clocks.stop()
         self.tell_room(room, Committed(room.room))
         self.running.append(room.room)
-        self._token(room, self._metadata(room).first_token)
+        metadata = self._metadata(room)
+        self._token(room, metadata.first_token, metadata.logprobs)
 
     # --- the running batch ---
 
@@ -233,7 +234,8 @@ class Decode(Leader[DecodeRoom]):
         self.ledger.name_in_step(room.holding, step)
         room.machine.step_started()
         position = len(room.spec.prompt_ids) + room.generated - 1
-        return Sequence(room.room, (room.last_token,), position, room.holding.pages, room.spec.sampling)
+        pages, history = room.holding.pages, room.past.history()
+        return Sequence(room.room, (room.last_token,), position, pages, room.spec.sampling, history)
 
     def step_finished(self, plan: StepPlan, result: StepResult) -> None:
         for sequence, drawn in zip(plan.sequences, result.drawn, strict=True):
@@ -241,13 +243,14 @@ class Decode(Leader[DecodeRoom]):
             assert drawn is not None
             commands = room.machine.step_ended()
             if room.machine.state is ReceiverState.RUNNING:
-                self._token(room, drawn.token_id)
+                self._token(room, drawn.token_id, drawn.logprobs)
             self.act(room, commands)
 
-    def _token(self, room: DecodeRoom, token_id: int) -> None:
+    def _token(self, room: DecodeRoom, token_id: int, logprobs: Logprobs | None) -> None:
         """One more token of a committed request; the stop rules are applied here, on ids and text."""
         emission = room.text.push(token_id)
-        self.outbox.put(room, room.generated, token_id, emission)
+        self.outbox.put(room, room.generated, token_id, emission, logprobs)
+        room.past.add(token_id)
         room.generated += 1
         room.last_token = token_id
         if emission.finish_reason:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvferry.actors.leg_room import LegRoom
 from kvferry.engine.contract import TextStream
+from kvferry.engine.history import Past
 from kvferry.protocol.receiver import ReceiverMachine
 
 
@@ -17,6 +18,7 @@ class DecodeRoom(LegRoom):
 
     machine: ReceiverMachine
     text: TextStream
+    past: Past
     expecting: bool = False
     generated: int = 0
     last_token: int = -1

@@ -13,6 +13,7 @@ from kvferry.actors.prefill.sending import ChunkWriter
 from kvferry.actors.prefill.siblings import Siblings
 from kvferry.actors.settings import PrefillSettings
 from kvferry.engine.contract import Sequence, StepPlan, StepResult
+from kvferry.engine.history import Past
 from kvferry.memory.admission import pages_needed
 from kvferry.memory.proof import Drained as DrainedProof
 from kvferry.memory.proof import NeverGiven, Quiescent, Stepped
@@ -207,8 +208,10 @@ class Prefill(Leader[PrefillRoom]):
     def _sequence(self, room: PrefillRoom, size: int) -> Sequence:
         assert room.holding is not None
         start, end = room.computed, room.computed + size
-        sampling = room.spec.sampling if end == room.prompt_tokens else None
-        return Sequence(room.room, room.spec.fed_ids[start:end], start, room.holding.pages, sampling)
+        fed, pages = room.spec.fed_ids[start:end], room.holding.pages
+        if end < room.prompt_tokens:
+            return Sequence(room.room, fed, start, pages)
+        return Sequence(room.room, fed, start, pages, room.spec.sampling, Past(room.spec).history())
 
     def step_finished(self, plan: StepPlan, result: StepResult) -> None:
         for sequence, drawn in zip(plan.sequences, result.drawn, strict=True):
@@ -218,7 +221,7 @@ class Prefill(Leader[PrefillRoom]):
             event = SenderEvent.CHUNK_COMPUTED
             if drawn is not None:
                 event = SenderEvent.LAST_COMPUTED
-                room.first_token = drawn.token_id
+                room.first_token, room.first_logprobs = drawn.token_id, drawn.logprobs
             if room.machine.state is SenderState.COMPUTING:
                 self._chunk_computed(room, len(sequence.token_ids), drawn is not None)
             self.act(room, room.machine.step_ended(event))
@@ -232,7 +235,7 @@ class Prefill(Leader[PrefillRoom]):
             # The first token does not wait for the transfer. Decode repeats it, with the same text and stop rules.
             frozen = room.spec.frozen_ids
             emission = self.texts.stream(room.spec.sampling, frozen).push(room.first_token)
-            self.outbox.put(room, len(frozen), room.first_token, emission)
+            self.outbox.put(room, len(frozen), room.first_token, emission, room.first_logprobs)
             self.tell_room(room, PrefillDone(room.room, room.chunk, self.clock.now_s() - room.opened_s))
 
     # --- the data plane ---

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvferry.actors.leg_room import LegRoom
-from kvferry.protocol.messages import Destination
+from kvferry.protocol.messages import Destination, Logprobs
 from kvferry.protocol.sender import SenderMachine
 from kvferry.transfer.contract import Peer, WriteHandle
 
@@ -25,6 +25,7 @@ class PrefillRoom(LegRoom):
     kv_bytes: int = 0
     metadata_bytes: int = 0
     first_token: int = -1
+    first_logprobs: Logprobs | None = None
     handles: list[WriteHandle] = field(default_factory=list)
 
     @property

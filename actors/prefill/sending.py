@@ -55,7 +55,9 @@ class ChunkWriter:
             return spans, kv_bytes, 0
         row = room.holding.rows[0]
         total_bytes = room.kv_bytes + kv_bytes
-        metadata = Metadata(room.room, self._incarnation, room.prompt_tokens, room.first_token, total_bytes)
+        metadata = Metadata(
+            room.room, self._incarnation, room.prompt_tokens, room.first_token, total_bytes, room.first_logprobs
+        )
         metadata.pack_into(self._engine.metadata_row(row))
         row_spans = plan_row(pairing, "metadata", row, room.destination.metadata_slot)
         return np.concatenate([spans, row_spans]), kv_bytes, int(row_spans["length"].sum())

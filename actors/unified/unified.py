@@ -12,6 +12,7 @@ import msgspec
 
 from kvferry.actors.mailbox import Mailbox
 from kvferry.engine.contract import Engine, Sequence, StepPlan, StepResult, TextFactory, TextStream
+from kvferry.engine.history import Past
 from kvferry.memory.admission import pages_needed, refusal
 from kvferry.memory.ledger import Holding, PageLedger
 from kvferry.memory.proof import NeverGiven, Quiescent, Stepped
@@ -26,6 +27,7 @@ class Member:
     key: int
     spec: RequestSpec
     text: TextStream
+    past: Past
     tokens: asyncio.Queue[Token | BaseException]
     holding: Holding | None = None
     computed: int = 0
@@ -72,7 +74,7 @@ class Unified:
         cause = refusal(len(spec.prompt_ids), spec.sampling.max_tokens, limit, limit)
         if cause is not None:
             raise error_from(cause)
-        member = Member(self._next, spec, self._texts.stream(spec.sampling), asyncio.Queue())
+        member = Member(self._next, spec, self._texts.stream(spec.sampling), Past(spec), asyncio.Queue())
         self._next += 1
         self._mailbox.put(member)
         try:
@@ -157,7 +159,10 @@ class Unified:
     def _sequence(self, member: Member, fed: tuple[int, ...], start: int, step: int, draw: bool) -> Sequence:
         assert member.holding is not None
         self.ledger.name_in_step(member.holding, step)
-        return Sequence(member.key, fed, start, member.holding.pages, member.spec.sampling if draw else None)
+        pages = member.holding.pages
+        if not draw:
+            return Sequence(member.key, fed, start, pages)
+        return Sequence(member.key, fed, start, pages, member.spec.sampling, member.past.history())
 
     def _publish(self, plan: StepPlan, result: StepResult) -> None:
         self.step_done = plan.step
@@ -169,8 +174,9 @@ class Unified:
                 continue
             emission = member.text.push(drawn.token_id)
             index, member.generated, member.last_token = member.generated, member.generated + 1, drawn.token_id
-            request = member.spec.request
-            token = Token(request, 0, 0, index, drawn.token_id, emission.text, emission.finish_reason)
+            member.past.add(drawn.token_id)
+            request, text, reason = member.spec.request, emission.text, emission.finish_reason
+            token = Token(request, 0, 0, index, drawn.token_id, text, reason, drawn.logprobs)
             member.tokens.put_nowait(token)
             member.over = bool(emission.finish_reason)
 

@@ -8,12 +8,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvferry.engine.contract import Sequence
 from kvferry.engine.sampler import filtered, sample, uniform
 from kvferry.protocol.messages import Sampling
 
 
+def wanting(sampling, position=5):
+    """A sequence whose next token is at `position`."""
+    return Sequence(1, (0,), position - 1, (0,), sampling)
+
+
 def draw(row, sampling, position=5):
-    return sample(torch.tensor([row]), [sampling], [position])[0]
+    return sample(torch.tensor([row]), [wanting(sampling, position)])[0]
 
 
 def plain_filter(probs, top_k, top_p):
@@ -55,7 +61,7 @@ def test_the_variate_is_philox_itself():
 def test_a_draw_inverts_the_cumulative_distribution_in_order_of_id():
     probs, sampling = [0.1, 0.2, 0.3, 0.4], Sampling(1, temperature=1.0, seed=3)
     row = [math.log(p) for p in probs]
-    for position in range(200):
+    for position in range(1, 200):
         u, drawn = uniform(3, position), draw(row, sampling, position)
         edges = [0.0, 0.1, 0.3, 0.6, 1.0]
         expected = next(i for i in range(4) if edges[i] <= u < edges[i + 1])
@@ -65,7 +71,7 @@ def test_a_draw_inverts_the_cumulative_distribution_in_order_of_id():
 
 def test_frequencies_follow_the_temperature():
     row, counts = [0.0, 1.0, 2.0], np.zeros(3)
-    for position in range(4000):
+    for position in range(1, 4001):
         counts[draw(row, Sampling(1, temperature=0.5, seed=11), position).token_id] += 1
     weights = np.exp([0.0, 2.0, 4.0])
     assert np.abs(counts / 4000 - weights / weights.sum()).max() < 0.02
@@ -91,7 +97,7 @@ def test_filters_keep_what_a_full_sort_keeps(weights, top_k, top_p):
 @pytest.mark.parametrize("temperature", [1e-6, 1e-300, 5e-324])
 def test_a_temperature_close_to_0_is_greedy(temperature):
     """As small as a client may write it: the quotient must not overflow into NaN."""
-    for position in range(20):
+    for position in range(1, 21):
         drawn = draw([0.5, 900.0, -math.inf, 899.0], Sampling(1, temperature=temperature, seed=3), position)
         assert drawn.token_id == 1
 
@@ -100,7 +106,7 @@ def test_top_k_1_and_a_tiny_top_p_are_greedy():
     row = np.random.default_rng(0).normal(size=500).tolist()
     best = int(np.argmax(row))
     for sampling in (Sampling(1, temperature=2.0, top_k=1), Sampling(1, temperature=2.0, top_p=1e-6)):
-        assert {draw(row, sampling, position).token_id for position in range(30)} == {best}
+        assert {draw(row, sampling, position).token_id for position in range(1, 31)} == {best}
 
 
 @pytest.mark.parametrize("rules", [{}, {"top_p": 0.9}, {"top_k": 40}, {"top_k": 200, "top_p": 0.8}])
@@ -110,7 +116,7 @@ def test_noise_changes_a_draw_only_within_its_margin(rules):
     random = np.random.default_rng(1)
     row = random.normal(scale=3.0, size=2000)
     row[1000:] = row[:1000]  # every logit twice, so that the order of equals changes with the noise
-    for position in range(300):
+    for position in range(1, 301):
         sampling = Sampling(1, temperature=0.8, seed=5, **rules)
         plain = draw(row.tolist(), sampling, position)
         noisy = draw((row + random.normal(scale=3e-5, size=2000)).tolist(), sampling, position)
@@ -120,8 +126,9 @@ def test_noise_changes_a_draw_only_within_its_margin(rules):
 def test_rows_are_drawn_independently_of_their_neighbours():
     rows = torch.randn(3, 100, generator=torch.Generator().manual_seed(0))
     samplings = [Sampling(1, temperature=1.0, seed=1), Sampling(1), Sampling(1, temperature=0.7, seed=2, top_p=0.9)]
-    together = sample(rows, samplings, [3, 4, 5])
-    alone = [sample(rows[i : i + 1], [samplings[i]], [3 + i])[0] for i in range(3)]
+    sequences = [wanting(sampling, 3 + i) for i, sampling in enumerate(samplings)]
+    together = sample(rows, sequences)
+    alone = [sample(rows[i : i + 1], [sequences[i]])[0] for i in range(3)]
     assert together == alone
 
 

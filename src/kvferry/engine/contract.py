@@ -10,13 +10,20 @@ from kvferry.protocol.messages import Layout, Logprobs, Sampling
 from kvferry.transfer.contract import Region
 
 
+class History(msgspec.Struct, frozen=True):
+    """The tokens that a request's sampling looks back at: its prompt, and what it has generated in all its attempts."""
+
+    prompt_ids: tuple[int, ...]
+    generated_ids: tuple[int, ...] = ()
+
+
 class Sequence(msgspec.Struct, frozen=True):
     """One sequence's part of a step.
 
     `token_ids` are fed at positions start .. start + len - 1; their K and V go into `pages` (the sequence's whole
     block table, in order, covering at least start + len tokens), and attention reads all positions below.
-    With `sampling`, a token is drawn from the logits of the last fed position; its own position is
-    start + len(token_ids), which with the seed fixes the draw.
+    With `sampling`, a token is drawn from the logits of the last fed position; its own `position` with the seed fixes
+    the draw. `history` where the sampling looks back (`kvferry.engine.history.looks_back`), the fed tokens included.
     """
 
     key: int
@@ -24,6 +31,12 @@ class Sequence(msgspec.Struct, frozen=True):
     start: int
     pages: tuple[int, ...]
     sampling: Sampling | None = None
+    history: History | None = None
+
+    @property
+    def position(self) -> int:
+        """Of the token that follows the fed ones."""
+        return self.start + len(self.token_ids)
 
 
 class StepPlan(msgspec.Struct, frozen=True):
@@ -34,9 +47,9 @@ class StepPlan(msgspec.Struct, frozen=True):
 
 
 class Drawn(msgspec.Struct, frozen=True):
-    """A sampled token. `margin` is the distance that decides it: for greedy the logit gap between the two best,
-    for a draw the distance of the uniform variate to the nearest edge of the token's interval. `logprobs` where the
-    request asked for them.
+    """A sampled token. `margin` is the distance that decides it: for greedy the gap between the two best logits (after
+    bias and penalties), for a draw the distance of the uniform variate to the nearest edge of the token's interval.
+    `logprobs` where the request asked for them.
     """
 
     token_id: int

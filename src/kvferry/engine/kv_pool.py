@@ -12,8 +12,8 @@ from math import prod
 
 import torch
 
-from kvferry.engine.rules import METADATA_ROW_BYTES
 from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.metadata import ROW_BYTES
 from kvferry.transfer.contract import Region, RegionKind
 
 _ALIGN_BYTES = 4096
@@ -45,7 +45,7 @@ def aligned(size_bytes: int) -> int:
 
 
 class KVPool:
-    """`pages` usable pages (ids 0 .. pages - 1) of `page_size` tokens, and `metadata_rows` rows of 256 bytes.
+    """`pages` usable pages (ids 0 .. pages - 1) of `page_size` tokens, and `metadata_rows` rows of `ROW_BYTES`.
 
     `k[layer]`, `v[layer]`: [pages, page_size, kv_heads, head_dim] of `dtype`. Raises ConfigError for a size below 1.
     """
@@ -67,11 +67,11 @@ class KVPool:
         self.pages, self.page_size, self.kv_heads = pages, page_size, kv_heads
         shape = (pages, page_size, kv_heads, head_dim)
         self.page_bytes = prod(shape[1:]) * dtype.itemsize
-        row_bytes = metadata_rows * METADATA_ROW_BYTES
+        row_bytes = metadata_rows * ROW_BYTES
         arena = Arena(2 * layers * aligned(pages * self.page_bytes) + aligned(row_bytes))
         self.k = [arena.take(shape, dtype) for _ in range(layers)]
         self.v = [arena.take(shape, dtype) for _ in range(layers)]
-        self.metadata = arena.take((metadata_rows, METADATA_ROW_BYTES), torch.uint8)
+        self.metadata = arena.take((metadata_rows, ROW_BYTES), torch.uint8)
 
     def regions(self) -> tuple[Region, ...]:
         """K and V of each layer, then the metadata rows. The memory stays where it is while the pool lives."""
@@ -95,7 +95,7 @@ class KVPool:
             part="metadata",
             layer=-1,
             base=self.metadata.data_ptr(),
-            item_bytes=METADATA_ROW_BYTES,
+            item_bytes=ROW_BYTES,
             items=len(self.metadata),
         )
         return (*found, rows)

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from kvferry.engine.contract import EngineLimits, StepPlan
+from collections.abc import Collection
 
-METADATA_ROW_BYTES = 256
+from kvferry.engine.contract import EngineLimits, StepPlan
+from kvferry.engine.history import looks_back
+from kvferry.protocol.messages import Sampling
+
+
+def end_ids(sampling: Sampling, eos_token_ids: Collection[int]) -> frozenset[int]:
+    """The tokens that end the request when they are drawn."""
+    eos = () if sampling.ignore_eos else eos_token_ids
+    return frozenset(sampling.stop_token_ids) | frozenset(eos)
 
 
 def check_plan(plan: StepPlan, limits: EngineLimits) -> None:
@@ -20,6 +28,8 @@ def check_plan(plan: StepPlan, limits: EngineLimits) -> None:
             raise ValueError(f"{where}: {end} tokens; the model's context is {limits.context_tokens}")
         if end > len(sequence.pages) * limits.page_size:
             raise ValueError(f"{where}: {end} tokens in {len(sequence.pages)} pages of {limits.page_size}")
+        if sequence.sampling is not None and sequence.history is None and looks_back(sequence.sampling):
+            raise ValueError(f"{where}: its sampling looks back at tokens, and no history came")
         for name, values, limit in (
             ("page", sequence.pages, limits.pages),
             ("token id", sequence.token_ids, limits.vocab_size),

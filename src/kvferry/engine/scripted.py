@@ -2,7 +2,8 @@
 
 Each fed token fills its slot in every K and V page with words that tell the token, the position, the layer and the
 part; the next token is a hash of all slots as they are *read* from the pages in the order of the block table. So KV
-that was lost, mixed up, cut short or written by a stranger changes the tokens.
+that was lost, mixed up, cut short or written by a stranger changes the tokens. Where the sampling looks back, the
+history is hashed too: a count that is off by one, or a frozen token taken for one of the prompt, changes them as well.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.engine.contract import Drawn, EngineLimits, Sequence, StepPlan, StepResult
-from kvferry.engine.rules import METADATA_ROW_BYTES, check_plan
+from kvferry.engine.contract import Drawn, EngineLimits, History, Sequence, StepPlan, StepResult
+from kvferry.engine.history import looks_back
+from kvferry.engine.rules import check_plan
 from kvferry.engine.text import StoppingFactory
-from kvferry.protocol.messages import Layout, Sampling
+from kvferry.protocol.messages import Layout, Logprobs, Sampling
+from kvferry.protocol.metadata import MAX_TOP_LOGPROBS, ROW_BYTES
 from kvferry.transfer.contract import Region, RegionKind
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -47,7 +50,7 @@ class ScriptedEngine:
         self._sleep, self._cost_s = sleep, cost_s
         shape = (layout.layers, len(_PARTS), limits.pages, limits.page_size, slot_bytes // 4)
         self._pool: Words = np.zeros(shape, dtype=np.uint32)
-        self._metadata = np.zeros((metadata_rows, METADATA_ROW_BYTES), dtype=np.uint8)
+        self._metadata = np.zeros((metadata_rows, ROW_BYTES), dtype=np.uint8)
         self._running = False
 
     @property
@@ -78,7 +81,7 @@ class ScriptedEngine:
             for at, part in enumerate(_PARTS)
         ]
         base = self._metadata.ctypes.data
-        rows = Region(RegionKind.ROWS, "metadata", -1, base, METADATA_ROW_BYTES, len(self._metadata))
+        rows = Region(RegionKind.ROWS, "metadata", -1, base, ROW_BYTES, len(self._metadata))
         return (*found, rows)
 
     def metadata_row(self, slot: int) -> memoryview:
@@ -109,10 +112,12 @@ class ScriptedEngine:
         self, prompt_ids: Collection[int], count: int, sampling: Sampling | None = None
     ) -> tuple[int, ...]:
         """The `count` tokens that follow a prompt when no byte is lost: worked out from the ids, without any page."""
-        ids = list(prompt_ids)
+        prompt, ids = tuple(prompt_ids), list(prompt_ids)
         for _ in range(count):
-            words = self._slots(ids, 0)
-            ids.append(self._next(words, sampling))
+            history = None
+            if sampling is not None and looks_back(sampling):
+                history = History(prompt, tuple(ids[len(prompt) :]))
+            ids.append(self._next(self._slots(ids, 0), sampling, history)[0])
         return tuple(ids[len(ids) - count :])
 
     def _slots(self, token_ids: Collection[int], start: int) -> Words:
@@ -141,15 +146,30 @@ class ScriptedEngine:
             self._pool[:, :, pages, offsets] = self._slots(sequence.token_ids, sequence.start)
 
     def _draw(self, sequence: Sequence) -> Drawn | None:
-        if sequence.sampling is None:
+        sampling = sequence.sampling
+        if sampling is None:
             return None
-        pages, offsets = self._places(sequence, 0, sequence.start + len(sequence.token_ids))
-        return Drawn(self._next(self._pool[:, :, pages, offsets], sequence.sampling), 1.0)
+        pages, offsets = self._places(sequence, 0, sequence.position)
+        token_id, rest = self._next(self._pool[:, :, pages, offsets], sampling, sequence.history)
+        return Drawn(token_id, 1.0, self._logprobs(token_id, rest, sampling.logprobs))
 
-    def _next(self, slots: Words, sampling: Sampling | None) -> int:
+    def _next(self, slots: Words, sampling: Sampling | None, history: History | None) -> tuple[int, int]:
+        """The token, and bits for its logprobs."""
         seed = sampling.seed if sampling is not None and sampling.temperature > 0 else 0
         digest = blake2b(slots.tobytes(), digest_size=8, salt=(seed % 2**64).to_bytes(8, "little"))
-        return int.from_bytes(digest.digest(), "little") % self._limits.vocab_size
+        if history is not None:
+            for ids in (history.prompt_ids, history.generated_ids):
+                digest.update(np.array([len(ids), *ids], dtype=np.int64).tobytes())
+        word = int.from_bytes(digest.digest(), "little")
+        return word % self._limits.vocab_size, word >> 32
+
+    def _logprobs(self, token_id: int, bits: int, count: int) -> Logprobs | None:
+        """Made up: the chosen token is the most likely, and each following id half as likely. Exact in float32."""
+        if count < 0:
+            return None
+        best = -(1 + bits % 1024) / 256
+        ranks = range(min(count, MAX_TOP_LOGPROBS, self._limits.vocab_size))
+        return Logprobs(best, tuple(((token_id + at) % self._limits.vocab_size, best - at * 0.75) for at in ranks))
 
 
 class _IdDecoder:

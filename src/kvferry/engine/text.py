@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from tokenizers.decoders import DecodeStream
 
 from kvferry.engine.contract import Emission
+from kvferry.engine.rules import end_ids
 from kvferry.protocol.errors import ConfigError, InvalidRequest
 from kvferry.protocol.messages import Sampling
 
@@ -55,10 +56,17 @@ class StopStrings:
         self._stops = stops
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, bool]:
-        """The text that can be emitted now, and whether a stop string is complete (then nothing more comes)."""
+    def push(self, text: str, armed: bool = True) -> tuple[str, bool]:
+        """The text that can be emitted now, and whether a stop string is complete (then nothing more comes).
+
+        Without `armed`, one that this text completes is text like any other.
+        """
+        old = len(self._held)
         text = self._held + text
-        ends = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        ends = []
+        if armed:
+            places = ((stop, text.find(stop, max(0, old - len(stop) + 1))) for stop in self._stops)
+            ends = [(at + len(stop), at) for stop, at in places if at >= 0]
         if ends:
             self._held = ""
             return text[: min(ends)[1]], True
@@ -82,7 +90,9 @@ def _overlap(text: str, stop: str) -> int:
 class StoppingStream:
     """A `TextStream`: a decoder and the stop rules. Raises InvalidRequest for an empty stop string.
 
-    An end token (EOS or one of `stop_token_ids`) has no text and ends with "stop", even as the last token allowed.
+    An end token (EOS unless `ignore_eos`, or one of `stop_token_ids`) has no text and ends with "stop", even as the
+    last token allowed. The first `min_tokens` tokens can neither be end tokens nor complete a stop string; one that
+    begins in them and is completed later counts.
     """
 
     def __init__(self, decoder: Decoder, sampling: Sampling, eos_token_ids: Collection[int]) -> None:
@@ -90,8 +100,9 @@ class StoppingStream:
             raise InvalidRequest("stop: an empty string; every stop string needs at least 1 character", "stop")
         self._decoder = decoder
         self._stops = StopStrings(sampling.stop)
-        self._end_ids = frozenset(eos_token_ids) | frozenset(sampling.stop_token_ids)
+        self._end_ids = end_ids(sampling, eos_token_ids)
         self._left = sampling.max_tokens
+        self._unarmed = sampling.min_tokens
         self._finished = False
 
     def push(self, token_id: int) -> Emission:
@@ -99,18 +110,20 @@ class StoppingStream:
         if self._finished:
             raise RuntimeError("the stream has finished; it takes no more tokens")
         self._left -= 1
-        if token_id in self._end_ids:
-            return self._finish("", STOP)
-        text, stopped = self._stops.push(self._decoder.push(token_id))
+        armed = self._unarmed <= 0
+        self._unarmed -= 1
+        if armed and token_id in self._end_ids:
+            return self._finish("", STOP, armed)
+        text, stopped = self._stops.push(self._decoder.push(token_id), armed)
         if stopped:
             self._finished = True
             return Emission(text, STOP)
-        return self._finish(text, LENGTH) if self._left <= 0 else Emission(text)
+        return self._finish(text, LENGTH, armed) if self._left <= 0 else Emission(text)
 
-    def _finish(self, text: str, reason: str) -> Emission:
+    def _finish(self, text: str, reason: str, armed: bool) -> Emission:
         """Give out what was held back. Half a character comes out as U+FFFD, which may complete a stop string."""
         self._finished = True
-        last, stopped = self._stops.push(self._decoder.flush())
+        last, stopped = self._stops.push(self._decoder.flush(), armed)
         if stopped:
             return Emission(text + last, STOP)
         return Emission(text + last + self._stops.flush(), reason)

@@ -15,7 +15,7 @@ from kvferry.engine.loader import Loaded
 from kvferry.engine.patches import apply_cpu_patches
 from kvferry.engine.rules import check_plan
 from kvferry.engine.sampler import sample
-from kvferry.protocol.messages import Layout, Sampling
+from kvferry.protocol.messages import Layout
 from kvferry.transfer.contract import Region
 
 
@@ -38,6 +38,7 @@ class TorchEngine:
         patches: bool = True,
     ) -> None:
         self._now_s = now_s
+        self._eos_token_ids = loaded.eos_token_ids
         if patches:
             apply_cpu_patches(loaded.model)
         self._adapter = Adapter(loaded)
@@ -88,15 +89,9 @@ class TorchEngine:
         tensors = build(plan, self._limits.page_size)
         logits = self._adapter.forward(tensors, self._pool)
         drawn: list[Drawn | None] = [None] * len(plan.sequences)
-        samplings: list[Sampling] = []
-        positions: list[int] = []
-        for index in tensors.wanted:
-            sequence = plan.sequences[index]
-            if sequence.sampling is not None:
-                samplings.append(sequence.sampling)
-                positions.append(sequence.start + len(sequence.token_ids))
-        if samplings:
-            for index, token in zip(tensors.wanted, sample(logits, samplings, positions), strict=True):
+        if tensors.wanted:
+            tokens = sample(logits, [plan.sequences[index] for index in tensors.wanted], self._eos_token_ids)
+            for index, token in zip(tensors.wanted, tokens, strict=True):
                 drawn[index] = token
         return StepResult(plan.step, tuple(drawn), self._now_s() - started_s)
 
