@@ -32,7 +32,7 @@ def processed(
     if not sampling.logit_bias and not looks_back(sampling):
         return row
     logits = row.astype(np.float64)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         _add_bias(logits, sampling.logit_bias)
         if history is not None:
             _penalise_repetition(logits, sampling.repetition_penalty, history)

@@ -123,15 +123,16 @@ def filtered(
 def _at_least(
     probs: Floats, kept: NDArray[np.int64] | None, limit: float
 ) -> tuple[NDArray[np.int64], list[tuple[float, float]]]:
-    """The kept ids with at least `limit`, and the decisions within a tenth of it, the closest first.
+    """The kept ids with at least `limit`, and the decisions within 1 % of it, the closest first.
 
-    Noise large enough for the second decision flips the first one too, so what they move adds up.
+    Noise large enough for the second decision flips the first one too, so what they move adds up. It takes a logit
+    that is wrong by 0.01 times the temperature to flip one further away.
     """
     ids = np.flatnonzero(probs) if kept is None else kept
     found = probs[ids]
     passed = found >= limit
     total = float(found[passed].sum())
-    near = found[np.abs(found - limit) <= 0.1 * limit] / total
+    near = found[np.abs(found - limit) <= 0.01 * limit] / total
     distances = np.abs(near - limit / total)
     order = np.argsort(distances)
     moved = np.cumsum(near[order])
