@@ -4,6 +4,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvferry.engine.text import StoppingFactory
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.protocol.messages import Sampling
 
@@ -64,6 +65,61 @@ def test_stop_strings_out_of_the_middle_of_any_text(texts, chat, ids, data):
     stop = text[at : at + data.draw(st.integers(1, 6))]
     if stop:
         assert run(texts, ids, stop=(stop,))[:2] == cut(text, [stop])
+
+
+def cut_after(pieces, stops, min_tokens):
+    """As `cut`, but a stop string that is complete within the first `min_tokens` pieces is none."""
+    text = "".join(pieces)
+    for end in range(len("".join(pieces[:min_tokens])) + 1, len(text) + 1):
+        starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
+        if starts:
+            return text[: min(starts)], "stop"
+    return text, "length"
+
+
+@given(
+    st.lists(st.text(alphabet="ab ", min_size=1, max_size=3), min_size=1, max_size=12),
+    st.lists(st.text(alphabet="ab ", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.integers(0, 14),
+)
+@relaxed
+def test_stop_strings_wait_for_min_tokens(pieces, stops, min_tokens):
+    """Tokens that are pieces of text: what begins early and is complete later stops, what is complete early is text.
+    And the same when the first tokens were another attempt's.
+    """
+
+    class Pieces:
+        def push(self, token_id):
+            return pieces[token_id]
+
+        def flush(self):
+            return ""
+
+    made = StoppingFactory(Pieces, ())
+    ids, rules = range(len(pieces)), {"stop": tuple(stops), "min_tokens": min_tokens}
+    text, reason, last = run(made, ids, **rules)
+    assert (text, reason) == cut_after(pieces, stops, min_tokens)
+    for before in range(last + 1):
+        first, second = made.stream(Sampling(len(pieces), **rules)), None
+        shown = "".join(first.push(i).text for i in range(before))
+        second = made.stream(Sampling(len(pieces), **rules), range(before))
+        assert shown + "".join(second.push(i).text for i in range(before, last + 1)) == text
+
+
+def test_eos_is_ignored_if_asked_and_stop_ids_are_not(texts, chat):
+    ids = [*chat.encode("one"), 2, *chat.encode(" two"), 504, *chat.encode(" three")]
+    at_eos, at_stop = ids.index(2), ids.index(504)
+    assert run(texts, ids)[1:] == ("stop", at_eos)
+    assert run(texts, ids, ignore_eos=True)[1:] == ("length", len(ids) - 1)
+    assert run(texts, ids, ignore_eos=True)[0] == chat.decode(ids)  # a special token has no text
+    assert run(texts, ids, ignore_eos=True, stop_token_ids=(504,)) == ("one two", "stop", at_stop)
+
+
+def test_end_tokens_end_nothing_before_min_tokens(texts, chat):
+    """The engine does not draw them there, unless there is nothing else to draw."""
+    ids = [2, 2, *chat.encode(" a"), 2]
+    assert run(texts, ids, min_tokens=2) == (chat.decode(ids[2:-1]), "stop", len(ids) - 1)
+    assert run(texts, ids, min_tokens=1)[1:] == ("stop", 1)
 
 
 def test_nothing_that_may_begin_a_stop_string_is_emitted_early(texts, chat):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import struct
 from typing import Any
 
 import msgspec
@@ -11,7 +13,14 @@ from hypothesis import strategies as st
 
 from kvferry.protocol import messages as m
 from kvferry.protocol.errors import Cause
-from kvferry.protocol.metadata import ROW_BYTES, Metadata, Notification, decode_notification, encode_notification
+from kvferry.protocol.metadata import (
+    MAX_TOP_LOGPROBS,
+    ROW_BYTES,
+    Metadata,
+    Notification,
+    decode_notification,
+    encode_notification,
+)
 
 HERE = m.Address("front-0", "tcp://127.0.0.1:9", 1 << 63, "host", 12)
 SAMPLING = m.Sampling(8, 0.5, 0.9, 40, 3, ("\n", "\u2028"), (2, 7))
@@ -196,6 +205,60 @@ def test_the_metadata_row_is_laid_out_by_hand() -> None:
     expected = bytes([5] + 7 * [0] + 7 * [0] + [0x80] + [100, 0, 0, 0] + 4 * [255] + [0, 0, 0, 0, 2, 0, 0, 0])
     assert bytes(row) == expected + bytes(ROW_BYTES - 32)
     assert Metadata.unpack(memoryview(row)) == Metadata(5, 1 << 63, 100, -1, 1 << 33)
+
+
+def test_the_first_tokens_logprobs_lie_behind_it() -> None:
+    """At byte 32: its logprob (float32), 1 + the number of alternatives (4); then id (4) and logprob (4) of each."""
+    row = bytearray(b"\xee" * ROW_BYTES)
+    found = Metadata(5, 6, 100, 7, 8, m.Logprobs(-0.5, ((7, -0.5), (49151, -2.0))))
+    found.pack_into(memoryview(row))
+    minus_half, minus_two = bytes([0, 0, 0, 0xBF]), bytes([0, 0, 0, 0xC0])
+    expected = (
+        minus_half + bytes([3, 0, 0, 0]) + bytes([7, 0, 0, 0]) + minus_half + bytes([0xFF, 0xBF, 0, 0]) + minus_two
+    )
+    assert bytes(row[32:]) == expected + bytes(ROW_BYTES - 32 - len(expected))
+    assert Metadata.unpack(memoryview(row)) == found
+    alone = Metadata(5, 6, 100, 7, 8, m.Logprobs(-0.25))
+    alone.pack_into(memoryview(row))
+    assert Metadata.unpack(memoryview(row)) == alone
+
+
+def test_a_row_holds_20_alternatives_and_no_more() -> None:
+    row = memoryview(bytearray(ROW_BYTES))
+    full = Metadata(5, 6, 100, 7, 8, m.Logprobs(-0.5, tuple((i, -float(i)) for i in range(MAX_TOP_LOGPROBS))))
+    full.pack_into(row)
+    assert MAX_TOP_LOGPROBS == 20 and Metadata.unpack(row) == full
+    assert full.token_problem(asked=20, vocab_size=100) is None
+    over = Metadata(5, 6, 100, 7, 8, m.Logprobs(-0.5, tuple((i, -1.0) for i in range(21))))
+    with pytest.raises(struct.error, match="21 alternatives; the row holds 20"):
+        over.pack_into(row)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "asked", "problem"),
+    [
+        (Metadata(5, 6, 9, 7, 8), -1, None),
+        (Metadata(5, 6, 9, 7, 8, m.Logprobs(-1.0)), 0, None),
+        (Metadata(5, 6, 9, 7, 8, m.Logprobs(-1.0, ((1, -1.0), (99, -2.0)))), 2, None),
+        (Metadata(5, 6, 9, 100, 8), -1, "the first token is 100; allowed: 0 to 99"),
+        (Metadata(5, 6, 9, -1, 8), -1, "the first token is -1"),
+        (Metadata(5, 6, 9, 7, 8), 0, r"logprobs -1; the request asked for 0"),
+        (Metadata(5, 6, 9, 7, 8, m.Logprobs(-1.0)), -1, "logprobs 0; the request asked for -1"),
+        (Metadata(5, 6, 9, 7, 8, m.Logprobs(-1.0)), 2, "logprobs 0; the request asked for 2"),
+        (Metadata(5, 6, 9, 7, 8, m.Logprobs(-1.0, ((100, -1.0),))), 1, r"token ids \[100\]; allowed: 0 to 99"),
+    ],
+)
+def test_what_a_row_says_of_the_first_token_is_checked(metadata: Metadata, asked: int, problem: str | None) -> None:
+    row = memoryview(bytearray(ROW_BYTES))
+    metadata.pack_into(row)
+    found = Metadata.unpack(row).token_problem(asked, 100)
+    assert (found is None) if problem is None else re.search(problem, found or "")
+
+
+def test_any_bytes_are_a_row() -> None:
+    """A damaged row is found by what it says, and reading it raises nothing."""
+    for byte in (0x00, 0x7F, 0x80, 0xFF):
+        assert Metadata.unpack(memoryview(bytearray([byte] * ROW_BYTES))).token_problem(3, 100) is not None
 
 
 def test_a_cause_tells_where_and_why_in_one_line() -> None:
