@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
+import logging
 from typing import Any
 
 import msgspec
 
+from kvferry.actors.decode.batch import Batch
 from kvferry.actors.decode.room import DecodeRoom
-from kvferry.actors.leader import Leader, Parts, drop
+from kvferry.actors.leader import Leader, Parts
 from kvferry.actors.settings import DecodeSettings
-from kvferry.engine.contract import Sequence, StepPlan, StepResult
+from kvferry.engine.contract import StepPlan, StepResult
 from kvferry.engine.history import Past
 from kvferry.memory.admission import pages_needed, refusal
 from kvferry.memory.proof import Drained as DrainedProof
@@ -31,6 +32,7 @@ from kvferry.protocol.messages import (
     OpenDecode,
     Progress,
     Received,
+    Retracted,
     UnknownRoom,
 )
 from kvferry.protocol.metadata import Metadata, decode_notification
@@ -39,6 +41,8 @@ from kvferry.transfer.contract import encode_descriptor
 
 RANK = 0
 REQUIRED_ACKS = frozenset({RANK})
+
+logger = logging.getLogger("kvferry.decode")
 
 
 class Notified(msgspec.Struct, frozen=True):
@@ -49,7 +53,7 @@ class Notified(msgspec.Struct, frozen=True):
 
 
 class Decode(Leader[DecodeRoom]):
-    """`waiting` rooms are not admitted; `running` ones are committed and decode together."""
+    """`waiting` rooms are not admitted; `running` ones are committed and decode together; both in order of age."""
 
     role = "decode"
     STOP, EXPIRED, FRONT_LOST = ReceiverEvent.STOP, ReceiverEvent.EXPIRED, ReceiverEvent.FRONT_LOST
@@ -58,13 +62,20 @@ class Decode(Leader[DecodeRoom]):
     def __init__(self, parts: Parts, settings: DecodeSettings) -> None:
         super().__init__(parts)
         self.settings = settings
-        self.waiting: deque[int] = deque()
-        self.running: deque[int] = deque()
+        self.batch = Batch(self.rooms, self.ledger, self.page_size, settings.max_running)
         self._agent = encode_descriptor(self.endpoint.descriptor())
         self._on_message |= {
             OpenDecode: self._open, Abort: self._abort, Drained: self._drained, UnknownRoom: self._unknown,
             Progress: self._progress_of_prefill,
         }  # fmt: skip
+
+    @property
+    def waiting(self) -> list[int]:
+        return self.batch.waiting
+
+    @property
+    def running(self) -> list[int]:
+        return self.batch.running
 
     def notified(self, agent: str, payload: bytes) -> None:
         """The endpoint's `on_notify`."""
@@ -91,7 +102,7 @@ class Decode(Leader[DecodeRoom]):
         return self.take_in(room)
 
     def leg_opened(self, room: DecodeRoom) -> None:
-        self.waiting.append(room.room)
+        self.batch.arrive(room, self.clock.now_s())
 
     def _abort(self, router: Address, message: Abort) -> None:
         room = self.rooms.get(message.room)
@@ -154,20 +165,8 @@ class Decode(Leader[DecodeRoom]):
     # --- admission, receiving, commit ---
 
     def admit(self) -> None:
-        """In order of arrival, whatever fits with prompt + max_tokens reserved; so what is admitted can finish."""
-        while self.waiting and self._holding_rooms() < self.settings.max_running:
-            room = self.rooms[self.waiting[0]]
-            holding = self.ledger.reserve(room.room, pages_needed(room.total_tokens, self.page_size), rows=1)
-            if holding is None:
-                return
-            self.waiting.popleft()
-            room.holding = holding
+        while (room := self.batch.admit()) is not None:
             self.act(room, room.machine.handle(ReceiverEvent.ADMIT))
-
-    def _holding_rooms(self) -> int:
-        """Rooms that run or will: those that only wait for proof take pages, but no place in the batch."""
-        waiting = ReceiverState.RELEASING
-        return sum(room.holding is not None and room.machine.state is not waiting for room in self.rooms.values())
 
     def _hand_out(self, room: DecodeRoom) -> None:
         assert room.holding is not None
@@ -218,24 +217,28 @@ class Decode(Leader[DecodeRoom]):
         self._expect(room, False)
         room.clocks.stop()
         self.tell_room(room, Committed(room.room))
-        self.running.append(room.room)
+        self.batch.commit(room)
         metadata = self._metadata(room)
         self._token(room, metadata.first_token, metadata.logprobs)
 
     # --- the running batch ---
 
     def plan_step(self, step: int) -> StepPlan | None:
-        if not self.running:
-            return None
-        return StepPlan(step, tuple(self._sequence(self.rooms[room], step) for room in self.running))
+        self.batch.make_room(self._retract)
+        return self.batch.plan(step)
 
-    def _sequence(self, room: DecodeRoom, step: int) -> Sequence:
-        assert room.holding is not None
-        self.ledger.name_in_step(room.holding, step)
-        room.machine.step_started()
-        position = len(room.spec.prompt_ids) + room.generated - 1
-        pages, history = room.holding.pages, room.past.history()
-        return Sequence(room.room, (room.last_token,), position, pages, room.spec.sampling, history)
+    def _retract(self, room: DecodeRoom) -> None:
+        """Only between forwards: the machine then lets go of the pages at once."""
+        self.act(room, room.machine.handle(ReceiverEvent.RETRACT))
+
+    def _tell_retracted(self, room: DecodeRoom) -> None:
+        """Behind the request's tokens on the front's link; the pages don't wait for an answer."""
+        self.batch.retract(room, self.clock.now_s())
+        self.counts["retracted"] += 1
+        logger.info("request %016x: retracted at token %d, for older ones", room.spec.request, room.generated)
+        self.outbox.flush()
+        news = Retracted(room.spec.request, room.attempt, room.room, room.generated)
+        self.network.send(room.spec.front.incarnation, news)
 
     def step_finished(self, plan: StepPlan, result: StepResult) -> None:
         for sequence, drawn in zip(plan.sequences, result.drawn, strict=True):
@@ -279,7 +282,9 @@ class Decode(Leader[DecodeRoom]):
                 case receiver.AnswerCommitted():
                     self.tell_room(room, Committed(room.room))
                 case receiver.LeaveBatch():
-                    drop(self.running, room.room)
+                    self.batch.leave(room)
+                case receiver.Retract():
+                    self._tell_retracted(room)
                 case receiver.Release():
                     self._release(room)
 
@@ -290,6 +295,7 @@ class Decode(Leader[DecodeRoom]):
     def _quarantine(self, room: DecodeRoom) -> None:
         assert room.holding is not None
         room.clocks.stop()
+        self.batch.leave(room)
         self.ledger.quarantine(room.holding)
 
     def _release(self, room: DecodeRoom) -> None:
@@ -299,8 +305,7 @@ class Decode(Leader[DecodeRoom]):
             self.ledger.release(holding, Quiescent(holding.id, Stepped(self.forward.done), self._proof(room)))
             room.holding = None
         self._expect(room, False)
-        drop(self.waiting, room.room)
-        drop(self.running, room.room)
+        self.batch.leave(room)
         del self.rooms[room.room]
 
     def _proof(self, room: DecodeRoom) -> NeverGiven | DrainedProof | Exited:

@@ -7,23 +7,26 @@ from dataclasses import dataclass
 from kvferry.actors.leg_room import LegRoom
 from kvferry.engine.contract import TextStream
 from kvferry.engine.history import Past
+from kvferry.memory.admission import Claim
 from kvferry.protocol.receiver import ReceiverMachine
 
 
 @dataclass(kw_only=True)
 class DecodeRoom(LegRoom):
     """`peer` is prefill's leader. `generated` counts the answer's tokens, frozen ones and prefill's included;
-    `last_token` is the one to feed next; `expecting` while the data plane looks out for the room's notification.
+    `last_token` is the one to feed next; `expecting` while the data plane looks out for the room's notification;
+    `claim` is its place in the batch, from the moment that the leg is open.
     """
 
     machine: ReceiverMachine
     text: TextStream
     past: Past
+    claim: Claim | None = None
     expecting: bool = False
     generated: int = 0
     last_token: int = -1
 
     @property
     def total_tokens(self) -> int:
-        """What the request can come to: what decode reserves."""
+        """What the request can come to."""
         return len(self.spec.prompt_ids) + self.spec.sampling.max_tokens

@@ -61,7 +61,7 @@ def test_a_partition_between_the_legs_heals_and_the_pages_come_back(client_of: A
             with pytest.raises(PeerError):
                 await failing
             await asyncio.sleep(30)
-            assert system.counts()["decode-0"].quarantined == 14, "105 tokens in pages of 8; silence proves nothing"
+            assert system.counts()["decode-0"].quarantined == 13, "101 tokens in pages of 8; silence proves nothing"
             system.network.heal(*legs)
             assert await system.settle(20), system.counts()
             assert await client.ask(PROMPT, max_tokens=3) == list(system.engine().expected_tokens(PROMPT, 3))

@@ -2,8 +2,8 @@
 
 Each page is in exactly one state, the first that fits: quarantined, leased (a peer may write or read it), owned,
 cached, free. A page changes hands only as part of a *holding*: pages (and metadata rows) reserved together for
-one room and released together, on proof. Holdings may share pages that nobody writes any more: each is released on
-its own proof, and a page is free when the last holding that has it is gone.
+one room, extended while nobody else may use them, and released together, on proof. Holdings may share pages that nobody
+writes any more: each is released on its own proof, and a page is free when the last holding that has it is gone.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Lease:
 
 @dataclass
 class Holding:
-    """Pages and rows reserved together for one owner. Only the ledger changes it."""
+    """Pages and rows that one owner holds, `pages` in the order of the tokens. Only the ledger changes it."""
 
     id: int
     owner: int
@@ -80,6 +80,11 @@ class PageLedger:
     def free(self) -> int:
         return len(self._free)
 
+    @property
+    def quarantined(self) -> int:
+        """Pages that wait for proof: they may come back late, or never."""
+        return len({page for holding in self._holdings.values() if holding.quarantined for page in holding.pages})
+
     def reserve(self, owner: int, pages: int, rows: int = 0, shared: tuple[int, ...] = ()) -> Holding | None:
         """Take `pages` pages and `rows` rows for `owner`, all or none: None when either runs short.
 
@@ -106,6 +111,21 @@ class PageLedger:
         self._holdings[holding.id] = holding
         self._holders.update(holding.pages)
         return holding
+
+    def extend(self, holding: Holding, pages: int) -> bool:
+        """Append `pages` pages to the end of a holding, all or none: False when so many are not free.
+
+        Raises LedgerError while a peer may use the holding: it knows the pages by the list that it was given.
+        """
+        self._must_be_live(holding)
+        if pages < 0 or state_of(holding) != "owned":
+            raise LedgerError(f"room {holding.owner}: {state_of(holding)} pages can't be extended by {pages}")
+        if pages > len(self._free):
+            return False
+        taken = tuple(self._free.popleft() for _ in range(pages))
+        self._holders.update(taken)
+        holding.pages += taken
+        return True
 
     def name_in_step(self, holding: Holding, step: int) -> None:
         """Forward `step` will read or write the pages."""

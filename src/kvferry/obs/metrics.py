@@ -73,6 +73,11 @@ class FrontMetrics:
             ("code",),
             registry=self.registry,
         )
+        self.retractions = Counter(
+            "kvferry_retractions",
+            "Attempts that decode gave up to make room for older requests; each went on in another attempt.",
+            registry=self.registry,
+        )
         self.tokens_dropped = Counter(
             "kvferry_tokens_dropped",
             "Tokens and messages that the front did not use: duplicate (normal: decode repeats index 0), stale, "

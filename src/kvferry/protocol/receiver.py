@@ -2,7 +2,8 @@
 
 Commit is this machine's alone: it happens when every source rank's notification is in and the checks have passed.
 A room that fails after its destination was handed out keeps its pages until there is proof: an ack of every
-required rank, or the end of the writer's process.
+required rank, or the end of the writer's process. A running request may be *retracted* for older ones; one that
+receives never is, since a peer still writes to its pages.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class ReceiverState(Enum):
     RECEIVING = auto()  # the destination is out: peers may write
     RUNNING = auto()  # committed
     RELEASING = auto()  # failed; the pages wait for proof
-    STOPPING = auto()  # committed, then finished or stopped; a forward still names the pages
+    STOPPING = auto()  # committed, then finished, stopped or retracted; a forward may still name the pages
     DONE = auto()
     ENDED = auto()  # failed, nothing left
 
@@ -44,6 +45,7 @@ class ReceiverEvent(Enum):
     EXPIRED = auto()
     FAIL = auto()  # the engine or the data plane refused
     FINISHED = auto()  # a stop rule holds
+    RETRACT = auto()  # older requests need the pages
     PROVEN = auto()  # internal: nobody can write to the pages any more
     QUIET = auto()  # internal: no forward names the pages any more
 
@@ -99,6 +101,7 @@ TABLE: Table[ReceiverState, ReceiverEvent] = {
         FRONT_LOST=Go(S.STOPPING, "leave_batch"),
         FAIL=Go(S.STOPPING, "leave_batch"),
         FINISHED=Go(S.STOPPING, "leave_batch"),
+        RETRACT=Go(S.STOPPING, "retract"),
         PROVEN=REFUSED,
         QUIET=REFUSED,
     ),
@@ -106,6 +109,7 @@ TABLE: Table[ReceiverState, ReceiverEvent] = {
         IGNORED,
         ADMIT=REFUSED,
         FINISHED=REFUSED,
+        RETRACT=REFUSED,
         ALL_RECEIVED=IGNORED,  # a notification after an abort counts as drained, no more
         ABORT=Go(S.RELEASING, "ack"),
         ABORT_RUNNING=Go(S.RELEASING, "ack"),
@@ -115,12 +119,13 @@ TABLE: Table[ReceiverState, ReceiverEvent] = {
     S.STOPPING: _row(
         IGNORED,
         ADMIT=REFUSED,
+        RETRACT=REFUSED,
         ABORT=Go(S.STOPPING, "answer_committed"),
         ABORT_RUNNING=Go(S.STOPPING, "answer_committed"),
         QUIET=Go(S.DONE, "release"),
     ),
-    S.DONE: _row(IGNORED, ADMIT=REFUSED, FINISHED=REFUSED, PROVEN=REFUSED),
-    S.ENDED: _row(IGNORED, ADMIT=REFUSED, FINISHED=REFUSED, QUIET=REFUSED),
+    S.DONE: _row(IGNORED, ADMIT=REFUSED, FINISHED=REFUSED, RETRACT=REFUSED, PROVEN=REFUSED),
+    S.ENDED: _row(IGNORED, ADMIT=REFUSED, FINISHED=REFUSED, RETRACT=REFUSED, QUIET=REFUSED),
 }
 
 _KVPOLL = {
@@ -184,20 +189,26 @@ class LeaveBatch:
 
 
 @dataclass(frozen=True)
+class Retract:
+    """Tell the front, behind the tokens, that the attempt is over; remember the request's age."""
+
+
+@dataclass(frozen=True)
 class Release:
     """Release the pages with the proof at hand (if there are any) and forget the room."""
 
 
 ReceiverCommand = (
-    HandOut | NoteReceived | Commit | AbortWriter | Quarantine | Report | Ack | AnswerCommitted | LeaveBatch | Release
-)
+    HandOut | NoteReceived | Commit | AbortWriter | Quarantine | Report | Ack | AnswerCommitted | LeaveBatch | Retract
+    | Release
+)  # fmt: skip
 
 
 class ReceiverMachine(Machine[ReceiverState, ReceiverEvent]):
     """Events in, `ReceiverCommand`s out. `acks`, `exited` and `stepping` are what proof depends on."""
 
     TABLE: ClassVar[Any] = TABLE
-    LOCAL = frozenset({V.ADMIT, V.FINISHED, V.ALL_RECEIVED, V.CHECK_FAILED})
+    LOCAL = frozenset({V.ADMIT, V.FINISHED, V.RETRACT, V.ALL_RECEIVED, V.CHECK_FAILED})
 
     def __init__(self, required_acks: frozenset[int]) -> None:
         super().__init__(S.QUEUED)
@@ -303,6 +314,9 @@ class ReceiverMachine(Machine[ReceiverState, ReceiverEvent]):
 
     def _leave_batch(self) -> None:
         self.commands.append(LeaveBatch())
+
+    def _retract(self) -> None:
+        self.commands += [Retract(), LeaveBatch()]
 
     def _release(self) -> None:
         self.commands.append(Release())

@@ -2,7 +2,7 @@
 
 A request outlives its room: what one process could not finish another can, from the tokens that the client has.
 The next attempt is opened at once; while there is nobody to serve it (a process is being started again) it is tried
-again every `RETRY_S`, for `recovery_s` at most.
+again every `RETRY_S`, for `recovery_s` at most. A retraction is no failure: decode takes the request again.
 """
 
 from __future__ import annotations
@@ -30,8 +30,15 @@ class Attempts:
         self._policy = policy
         self._failed = 0
         self._tokens = 0
+        self._retracted = False
         self._since_s: float | None = None
         self._first: Cause | None = None
+
+    def retracted(self) -> None:
+        """The request was served, and goes on in another attempt. It is nobody's failure that it did not finish yet,
+        so from now on a service that is full or not ready has to be waited for.
+        """
+        self._retracted = True
 
     def failed(self, cause: Cause, tokens: int, now_s: float) -> float | None:
         """Seconds until the next attempt may be opened after this failure, or None: the request has failed.
@@ -46,7 +53,7 @@ class Attempts:
         if not waiting and cause.code not in (PeerLost.code, HandoffFailed.code):
             return None
         if self._since_s is None:
-            if waiting and cause.code != PeerLost.code:
+            if waiting and cause.code != PeerLost.code and not self._retracted:
                 return None  # nothing was lost: the service is full or not ready, and the client is told so
             self._since_s, self._first = now_s, cause
         self._failed += not waiting

@@ -2,7 +2,7 @@
 
 An attempt ends when the last token has come, when its room or the decode that streams it is lost, or when the
 client leaves. Losing prefill ends nothing here: the room decides what that means. After a loss the request goes on
-in its next attempt, from the tokens that the client has.
+in its next attempt, from the tokens that the client has; so it does when decode has retracted it, which is no failure.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 from kvferry.actors.ports import Clock, LostReason, Network, Random
 from kvferry.obs.metrics import FrontMetrics
 from kvferry.protocol.errors import Cause, PeerError
-from kvferry.protocol.messages import Address, Message, RequestSpec, Sampling, Stop, Token, TokenBatch
+from kvferry.protocol.messages import Address, Message, RequestSpec, Retracted, Sampling, Stop, Token, TokenBatch
 from kvferry.protocol.outcome import Outcome
 from kvferry.serve.gateway import Backend, FrontInfo, LimitsCache, PromptEncoder
 from kvferry.serve.live import LiveRequest
@@ -45,6 +45,7 @@ class Front:
         self._requests: dict[int, LiveRequest] = {}
         self._lost: dict[int, int] = {}  # incarnation -> serial of its last loss
         self._serial = 0
+        self._left: set[asyncio.Future[Outcome]] = set()  # attempts that were retracted before their room ended
         self._closing = False
 
     @property
@@ -57,7 +58,9 @@ class Front:
 
     async def close(self) -> None:
         """Fail what is live, abort its rooms, close the links."""
+        self._closing = True
         pending = [live.submission for live in self._requests.values() if live.submission is not None]
+        pending += self._left
         for live in list(self._requests.values()):
             self._fail(live, Cause("unavailable", "the server is shutting down", leg="front"))
         for submission in pending:
@@ -181,10 +184,12 @@ class Front:
         """Leaders dial us; `on_link_lost` is what matters."""
 
     def on_message(self, peer: Address, message: Message) -> bool:
-        """Takes TokenBatch; anything else is not for a front, and is counted. Never full: what a request may
-        hold is bounded by its max_tokens."""
+        """Takes TokenBatch and Retracted; anything else is not for a front, and is counted. Never full: what a
+        request may hold is bounded by its max_tokens."""
         if isinstance(message, TokenBatch):
             self._batch_came(peer, message)
+        elif isinstance(message, Retracted):
+            self._retracted(peer, message)
         else:
             self.metrics.tokens_dropped.labels("not_a_batch").inc()
         return True
@@ -215,6 +220,28 @@ class Front:
         if verdict is Verdict.TAKEN:
             live.wake()
         return verdict
+
+    def _retracted(self, peer: Address, message: Retracted) -> None:
+        """Decode needs the pages for older requests: the next attempt is opened at once, and should go there again.
+
+        It goes on from what the client has. That is all that decode has sent, since the link keeps its order; so
+        `next_index` is for the log. The room has ended in success, and its call resolves to that by itself.
+        """
+        live = self._requests.get(message.request)
+        if live is None or live.attempt != message.attempt or live.stream.over:
+            self.metrics.tokens_dropped.labels("unknown_request" if live is None else Verdict.STALE.value).inc()
+            return
+        logger.info(
+            "request %016x: attempt %d retracted by %s at token %d",
+            message.request, message.attempt, peer.name, message.next_index,
+        )  # fmt: skip
+        self.metrics.retractions.inc()
+        live.attempts.retracted()
+        if live.submission is not None and not live.submission.done():
+            self._left.add(live.submission)
+            live.submission.add_done_callback(self._left.discard)
+        live.begin_next(prefer=peer.incarnation)
+        self._submit(live)
 
     def _peer_lost(self, peer: Address, what: str) -> None:
         self._serial += 1

@@ -38,10 +38,14 @@ class LiveRequest:
     def attempt(self) -> int:
         return self.stream.attempt
 
-    def begin_next(self) -> None:
-        """The attempt is over; the next one starts from what the client has, with nobody known to work on it."""
+    def begin_next(self, prefer: int = 0) -> None:
+        """The attempt is over; the next one starts from what the client has, with nobody known to work on it.
+
+        `prefer` is the decode that keeps the request's place (0: the one that did so far).
+        """
         self.stream.begin(self.attempt + 1)
-        self.spec = msgspec.structs.replace(self.spec, frozen_ids=tuple(self.stream.taken_ids))
+        frozen_ids, prefer = tuple(self.stream.taken_ids), prefer or self.spec.prefer
+        self.spec = msgspec.structs.replace(self.spec, frozen_ids=frozen_ids, prefer=prefer)
         self.submission, self.room, self.decode, self.retry_after_s = None, 0, None, 0.0
         self.leaders = {}
 

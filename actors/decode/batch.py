@@ -1,0 +1,82 @@
+"""The requests of one decode by age: who comes in, who runs in the next forward, who gives up its pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from kvferry.actors.decode.room import DecodeRoom
+from kvferry.engine.contract import Sequence, StepPlan
+from kvferry.memory.admission import Admission
+from kvferry.memory.ledger import PageLedger
+
+
+class Batch:
+    """`rooms` are the leader's own, by id. The rules are `Admission`'s; here they meet rooms and forwards."""
+
+    def __init__(self, rooms: Mapping[int, DecodeRoom], ledger: PageLedger, page_size: int, max_running: int) -> None:
+        self._rooms, self._ledger = rooms, ledger
+        self._admission = Admission(ledger, page_size, max_running)
+
+    @property
+    def waiting(self) -> list[int]:
+        """Rooms that are not admitted, the oldest first."""
+        return [claim.key for claim in self._admission.waiting]
+
+    @property
+    def running(self) -> list[int]:
+        """Committed rooms, the oldest first."""
+        return [claim.key for claim in self._admission.running]
+
+    def arrive(self, room: DecodeRoom, now_s: float) -> None:
+        """It brings its prompt, what earlier attempts have made, and the token that prefill will draw."""
+        tokens = room.prompt_tokens + 1
+        room.claim = self._admission.arrive(room.room, room.spec.request, tokens, room.total_tokens, now_s)
+
+    def admit(self) -> DecodeRoom | None:
+        """The next room that may come in, with its holding; None when the oldest candidate has to wait."""
+        claim = self._admission.admit()
+        if claim is None:
+            return None
+        room = self._rooms[claim.key]
+        room.holding = claim.holding
+        return room
+
+    def commit(self, room: DecodeRoom) -> None:
+        assert room.claim is not None
+        self._admission.commit(room.claim)
+
+    def retract(self, room: DecodeRoom, now_s: float) -> None:
+        """Out of the batch; its next attempt keeps its place."""
+        assert room.claim is not None
+        self._admission.retract(room.claim, now_s)
+
+    def leave(self, room: DecodeRoom) -> None:
+        """Safe at any time, and more than once."""
+        if room.claim is not None:
+            self._admission.leave(room.claim)
+
+    def make_room(self, retract: Callable[[DecodeRoom], None]) -> None:
+        """Every running request gets the page that its next token needs, the oldest first.
+
+        Call it while no forward runs: `retract` must release the room's pages at once, and a forward that still
+        wrote to them would not let it.
+        """
+        for claim in list(self._admission.running):
+            room = self._rooms[claim.key]
+            tokens = len(room.spec.prompt_ids) + room.generated
+            while claim in self._admission.running and (victim := self._admission.grow(claim, tokens)) is not None:
+                retract(self._rooms[victim.key])
+
+    def plan(self, step: int) -> StepPlan | None:
+        """One token of each running request, or None when there is none."""
+        if not self._admission.running:
+            return None
+        return StepPlan(step, tuple(self._sequence(self._rooms[claim.key], step) for claim in self._admission.running))
+
+    def _sequence(self, room: DecodeRoom, step: int) -> Sequence:
+        assert room.holding is not None
+        self._ledger.name_in_step(room.holding, step)
+        room.machine.step_started()
+        position = len(room.spec.prompt_ids) + room.generated - 1
+        pages, history = room.holding.pages, room.past.history()
+        return Sequence(room.room, (room.last_token,), position, pages, room.spec.sampling, history)
