@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from kvferry.actors.decode.room import DecodeRoom
 from kvferry.engine.contract import Sequence, StepPlan
-from kvferry.memory.admission import Admission
+from kvferry.memory.admission import Admission, Phase
 from kvferry.memory.ledger import PageLedger
 
 
@@ -62,9 +62,11 @@ class Batch:
         wrote to them would not let it.
         """
         for claim in list(self._admission.running):
-            room = self._rooms[claim.key]
-            tokens = len(room.spec.prompt_ids) + room.generated
-            while claim in self._admission.running and (victim := self._admission.grow(claim, tokens)) is not None:
+            while claim.phase is Phase.RUNNING:  # it may be retracted for an older one, or for itself
+                room = self._rooms[claim.key]
+                victim = self._admission.grow(claim, len(room.spec.prompt_ids) + room.generated)
+                if victim is None:
+                    break
                 retract(self._rooms[victim.key])
 
     def plan(self, step: int) -> StepPlan | None:

@@ -62,14 +62,14 @@ class DirectBackend:
 class Client:
     """What a client of the front sees."""
 
-    def __init__(self, system: SimSystem, name: str, attempts: int) -> None:
+    def __init__(self, system: SimSystem, name: str, attempts: int, recovery_s: float) -> None:
         self.system = system
         network = system.network.open(name, LinkSettings())
         self.network = network
         self.backend = DirectBackend(system)
         self.front = Front(
             network, self.backend, lambda _: (), VirtualClock(), system.network.random,
-            FrontInfo("scripted", attempts=AttemptPolicy(attempts, recovery_s=30.0)),
+            FrontInfo("scripted", vocab_size=50_000, attempts=AttemptPolicy(attempts, recovery_s)),
             FrontMetrics(),
         )  # fmt: skip
 
@@ -101,9 +101,9 @@ class Client:
 
 @pytest.fixture
 def client_of() -> Callable[[SimSystem], Any]:
-    async def make(system: SimSystem, attempts: int = 1) -> Client:
+    async def make(system: SimSystem, attempts: int = 1, recovery_s: float = 30.0) -> Client:
         """With one attempt, a test sees the failure of the attempt itself."""
-        return await Client(system, "front-0", attempts).start()
+        return await Client(system, "front-0", attempts, recovery_s).start()
 
     return make
 

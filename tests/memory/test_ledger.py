@@ -131,6 +131,29 @@ def test_reserve_is_all_or_nothing() -> None:
             ledger.reserve(3, pages, rows)
 
 
+def test_a_holding_grows_at_its_end_and_returns_as_a_whole() -> None:
+    ledger = PageLedger(6, rows=1)
+    first, other = ledger.reserve(1, 2, rows=1), ledger.reserve(2, 1)
+    assert first is not None and other is not None
+    assert ledger.extend(first, 1) and ledger.extend(first, 1) and ledger.extend(first, 0)
+    assert first.pages == (0, 1, 3, 4) and ledger.audit({1: first.pages, 2: other.pages}).owned == 5
+    assert not ledger.extend(first, 2) and first.pages == (0, 1, 3, 4) and ledger.free == 1, "all or none"
+    ledger.release(first, Quiescent(first.id, Stepped(0), NeverGiven()))
+    assert ledger.audit({2: other.pages}) == PageCounts(6, 5, 1, 0, 0, 0)
+
+
+def test_what_a_peer_may_write_to_does_not_grow() -> None:
+    ledger, holding = held("writes leased")
+    for change in (lambda: None, lambda: ledger.quarantine(holding)):
+        change()
+        with pytest.raises(LedgerError, match=r"room 100: (leased|quarantined) pages can't be extended by 1"):
+            ledger.extend(holding, 1)
+    ledger, holding = held("was leased")
+    with pytest.raises(LedgerError, match="can't be extended by -1"):
+        ledger.extend(holding, -1)
+    assert ledger.extend(holding, 5) and len(holding.pages) == 8 and not ledger.extend(holding, 1)
+
+
 def test_what_is_over_or_double_is_refused() -> None:
     ledger, holding = held("writes leased")
     with pytest.raises(LedgerError, match="leased already"):
@@ -140,6 +163,7 @@ def test_what_is_over_or_double_is_refused() -> None:
         lambda: ledger.lease(holding, ACKS, WRITER),
         lambda: ledger.quarantine(holding),
         lambda: ledger.name_in_step(holding, 8),
+        lambda: ledger.extend(holding, 1),
         lambda: ledger.end_lease(holding, Drained(ACKS)),
     ):
         with pytest.raises(LedgerError, match="has been released"):
@@ -192,6 +216,20 @@ class Conservation(RuleBasedStateMachine):
             self.rooms[self.next_room], self.tables[self.next_room] = holding, holding.pages
             self.kinds[self.next_room], self.named[self.next_room] = "owned", -1
         self.next_room += 1
+
+    @precondition(lambda self: self.rooms)
+    @rule(data=st.data(), pages=st.integers(1, 3))
+    def extend(self, data: st.DataObject, pages: int) -> None:
+        room = self.pick(data)
+        holding, free = self.rooms[room], 12 - sum(map(len, self.tables.values()))
+        if self.kinds[room] == "writes leased" or holding.quarantined:
+            with pytest.raises(LedgerError, match="can't be extended"):
+                self.ledger.extend(holding, pages)
+            return
+        assert self.ledger.extend(holding, pages) == (pages <= free)
+        if pages <= free:
+            assert holding.pages[: len(self.tables[room])] == self.tables[room]
+            self.tables[room] = holding.pages
 
     @precondition(lambda self: self.rooms)
     @rule(data=st.data())

@@ -25,6 +25,7 @@ from kvferry.protocol.receiver import (
     ReceiverState,
     Release,
     Report,
+    Retract,
 )
 
 V, S = ReceiverEvent, ReceiverState
@@ -102,6 +103,10 @@ class Driver:
         if self.running:
             self.running = False
             self.take(self.machine.kvpoll, self.machine.step_ended())
+
+    def retract(self) -> None:
+        if self.machine.state is S.RUNNING:
+            self.handle(V.RETRACT)
 
     def finish(self) -> None:
         if self.machine.state is S.RUNNING and not self.running:
@@ -226,9 +231,24 @@ def test_a_running_step_holds_the_pages(event: ReceiverEvent) -> None:
     assert driver.log[-1] == Release()
 
 
+def test_a_retracted_request_gives_its_pages_back_when_no_forward_names_them() -> None:
+    driver = running()
+    driver.retract()
+    assert driver.log[-3:] == [Retract(), LeaveBatch(), Release()] and driver.machine.kvpoll is KVPoll.SUCCESS
+    stepping = running()
+    stepping.start_step()
+    stepping.retract()
+    assert stepping.log[-2:] == [Retract(), LeaveBatch()]
+    stepping.handle(V.ABORT_RUNNING)  # the client leaves meanwhile: that changes nothing
+    stepping.handle(V.FRONT_LOST)
+    assert stepping.log[-1] == AnswerCommitted()
+    stepping.end_step()
+    assert stepping.log[-1] == Release()
+
+
 ACTS = st.lists(
     st.one_of(
-        st.sampled_from(["admit", "start_step", "end_step", "finish"]),
+        st.sampled_from(["admit", "start_step", "end_step", "finish", "retract"]),
         st.tuples(st.sampled_from(["received", "drained"]), st.integers(0, 1), st.booleans()),
         st.sampled_from([*TOLD, *FOUND, V.UNKNOWN]),
     ),
@@ -266,10 +286,10 @@ def test_every_room_is_forgotten_once_its_proof_has_come(acts: list[object], ran
 @pytest.mark.parametrize(
     ("events", "illegal"),
     [
-        ((), (V.ALL_RECEIVED, V.CHECK_FAILED, V.FINISHED)),
-        ((V.ADMIT,), (V.ADMIT, V.FINISHED)),
-        ((V.ADMIT, V.ABORT), (V.ADMIT, V.FINISHED)),
-        ((V.ABORT,), (V.ADMIT, V.FINISHED)),
+        ((), (V.ALL_RECEIVED, V.CHECK_FAILED, V.FINISHED, V.RETRACT)),
+        ((V.ADMIT,), (V.ADMIT, V.FINISHED, V.RETRACT)),
+        ((V.ADMIT, V.ABORT), (V.ADMIT, V.FINISHED, V.RETRACT)),
+        ((V.ABORT,), (V.ADMIT, V.FINISHED, V.RETRACT)),
     ],
 )
 def test_a_local_illegal_event_raises_and_changes_nothing(
