@@ -154,6 +154,15 @@ def test_when_another_attempt_is_opened(failures: list[tuple[Cause, int, float]]
     assert [attempts.failed(cause, tokens, now_s) for cause, tokens, now_s in failures] == delays
 
 
+def test_after_a_retraction_a_full_service_is_waited_for() -> None:
+    """The request was being served, so that it has to come in again is no refusal; and no failure either."""
+    attempts = Attempts(AttemptPolicy(max_attempts=3, recovery_s=30.0))
+    for _ in range(5):
+        attempts.retracted()
+    assert [attempts.failed(FULL, 4, now_s) for now_s in (10.0, 20.0, 39.9, 40.0)] == [0.5, 0.5, 0.5, None]
+    assert attempts.final(FULL) is FULL
+
+
 def test_one_attempt_means_none_after_it() -> None:
     assert Attempts(AttemptPolicy(max_attempts=1)).failed(LOST, 3, 0.0) is None
     assert Attempts(AttemptPolicy(max_attempts=1)).failed(ROUTER, 0, 0.0) is None

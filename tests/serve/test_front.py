@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.actors.ports import LostReason
 from kvferry.protocol.errors import Cause, HandoffFailed, Overloaded, PeerLost, Unavailable
-from kvferry.protocol.messages import Sampling, Stop, Watch
+from kvferry.protocol.messages import Retracted, Sampling, Stop, Watch
 from kvferry.protocol.outcome import Outcome
 from kvferry.serve.live import LiveRequest
 
@@ -194,6 +194,58 @@ async def test_an_unexpected_error_of_submit_is_an_error_of_the_router_leg(world
     with pytest.raises(HandoffFailed, match="RuntimeError: boom") as caught:
         await live.take()
     assert caught.value.cause.leg == "router"
+
+
+def retracted(world: Any, live: LiveRequest, attempt: int, next_index: int) -> None:
+    assert world.front.on_message(world.decode, Retracted(live.spec.request, attempt, world.room, next_index))
+
+
+async def test_a_retraction_opens_the_next_attempt_from_what_the_client_has(world: Any) -> None:
+    """It is no failure: this front may open one attempt only. The room's outcome is no news any more."""
+    live = await opened(world)
+    first = world.backend.outcomes[live.spec.request]
+    world.from_decode(world.token(live.spec, 0), world.token(live.spec, 1))
+    retracted(world, live, attempt=0, next_index=2)
+    await world.until(lambda: len(world.backend.specs) == 2)
+    second = world.backend.specs[1]
+    assert (second.frozen_ids, second.prefer, second.request) == ((100, 101), 7, live.spec.request)
+    assert live.attempt == 1 and world.network.sent == [] and world.backend.cancelled == 0
+    first.set_result(Outcome(world.room, True, None, world.prefill, world.decode))
+    retracted(world, live, attempt=0, next_index=2)  # of an attempt that is over: nothing happens
+    world.front.on_link_lost(world.decode, LostReason.EXITED)  # nobody of this attempt is known to have gone
+    world.from_decode(world.token(live.spec, 2, attempt=1))
+    retracted(world, live, attempt=1, next_index=3)
+    await world.until(lambda: len(world.backend.specs) == 3)
+    world.from_decode(world.token(live.spec, 3, finish="stop", attempt=2))
+    assert await rest(live) == [0, 1, 2, 3]
+    retracted(world, live, attempt=2, next_index=4)  # a finished request has no next attempt
+    world.front.close_request(live)
+    assert len(world.backend.specs) == 3
+    metrics = world.metrics
+    assert metrics.retractions._value.get() == 2 and metrics.tokens_dropped.labels("stale")._value.get() == 2
+    assert [sample.value for sample in next(iter(metrics.attempts_failed.collect())).samples] == []
+
+
+async def test_a_retraction_that_nobody_waits_for_creates_nothing(world: Any) -> None:
+    live = await opened(world)
+    world.from_decode(world.token(live.spec, 0))
+    world.front.close_request(live)
+    retracted(world, live, attempt=0, next_index=1)
+    await asyncio.sleep(0)
+    assert len(world.backend.specs) == 1
+    assert world.metrics.retractions._value.get() == 0
+
+
+async def test_closing_the_front_ends_what_was_left_behind_by_a_retraction(world: Any) -> None:
+    live = await opened(world)
+    world.from_decode(world.token(live.spec, 0))
+    retracted(world, live, attempt=0, next_index=1)
+    await world.until(lambda: len(world.backend.specs) == 2)
+    await world.front.close()
+    assert world.backend.cancelled == 2
+    assert [token.index for token in await live.take()] == [0]
+    with pytest.raises(Unavailable, match="shutting down"):
+        await live.take()
 
 
 async def test_closing_the_front_fails_what_is_live(world: Any) -> None:
