@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -13,7 +12,7 @@ import msgspec
 from kvferry.actors.mailbox import Mailbox
 from kvferry.engine.contract import Engine, Sequence, StepPlan, StepResult, TextFactory, TextStream
 from kvferry.engine.history import Past
-from kvferry.memory.admission import pages_needed, refusal
+from kvferry.memory.admission import Admission, Claim, Phase, refusal
 from kvferry.memory.ledger import Holding, PageLedger
 from kvferry.memory.proof import NeverGiven, Quiescent, Stepped
 from kvferry.protocol.errors import error_from
@@ -22,22 +21,30 @@ from kvferry.protocol.messages import RequestSpec, Token
 
 @dataclass
 class Member:
-    """A request. It prefills until `computed` reaches the prompt's end; then each step feeds `last_token`."""
+    """A request. It prefills until all of `fed_ids` is computed (its prompt, and after a retraction what it has made);
+    then each step feeds the last of `generated`. `claim` is its place among the others.
+    """
 
     key: int
     spec: RequestSpec
     text: TextStream
     past: Past
     tokens: asyncio.Queue[Token | BaseException]
-    holding: Holding | None = None
+    fed_ids: tuple[int, ...] = ()
     computed: int = 0
-    generated: int = 0
-    last_token: int = -1
+    generated: list[int] = field(default_factory=list)
+    claim: Claim | None = None
+    holding: Holding | None = None
     over: bool = False
 
     @property
-    def prompt_tokens(self) -> int:
-        return len(self.spec.prompt_ids)
+    def total_ids(self) -> int:
+        """Tokens of the prompt and of the answer so far."""
+        return len(self.spec.prompt_ids) + len(self.generated)
+
+    @property
+    def decodes(self) -> bool:
+        return self.computed == len(self.fed_ids)
 
 
 class Unified:
@@ -53,14 +60,15 @@ class Unified:
         mailbox: int = 4096,
     ) -> None:
         self.engine, self._texts = engine, texts
-        self.chunk_tokens, self.batch_tokens, self.max_running = chunk_tokens, batch_tokens, max_running
+        self.chunk_tokens, self.batch_tokens = chunk_tokens, batch_tokens
         self.ledger = PageLedger(engine.limits.pages)
         self.step_done = 0
         self._page_size = engine.limits.page_size
         self._mailbox: Mailbox[Member] = Mailbox(mailbox)
+        self._admission = Admission(self.ledger, self._page_size, max_running, receives=False)
         self._members: dict[int, Member] = {}
-        self._waiting: deque[Member] = deque()
         self._next = 1
+        self._retracted = 0
         self._failure: BaseException | None = None
 
     async def generate(self, spec: RequestSpec) -> AsyncIterator[Token]:
@@ -96,13 +104,16 @@ class Unified:
         """Receive, schedule, forward, publish, until cancelled."""
         try:
             while True:
-                if (not self._members and not self._waiting) or len(self._mailbox):
-                    self._waiting.extend(await self._mailbox.take())
+                if not self._members or len(self._mailbox):
+                    for member in await self._mailbox.take():
+                        self._members[member.key] = member
+                        self._arrive(member)
+                self._retire()
                 self._admit()
+                self._make_room()
                 plan = self._plan()
                 if plan is not None:
                     self._publish(plan, await self.engine.step(plan))
-                self._retire()
         except BaseException as error:
             self._fail(error)
             raise
@@ -113,46 +124,56 @@ class Unified:
         """Tell everyone who waits, and everyone who comes later, why the actor has ended."""
         gone = isinstance(error, asyncio.CancelledError)
         self._failure = RuntimeError("the unified actor has been stopped") if gone else error
-        for member in (*self._members.values(), *self._waiting, *self._mailbox.drain()):
+        for member in (*self._members.values(), *self._mailbox.drain()):
             member.tokens.put_nowait(self._failure)
 
     async def status(self) -> dict[str, Any]:
         tables = {m.key: m.holding.pages for m in self._members.values() if m.holding is not None}
-        queues = {"waiting": len(self._waiting), "running": len(self._members)}
-        return {"role": "unified", "queues": queues, "pages": msgspec.to_builtins(self.ledger.audit(tables))}
+        queues = {"waiting": len(self._admission.waiting), "running": len(self._admission.running)}
+        counts, pages = {"retracted": self._retracted}, msgspec.to_builtins(self.ledger.audit(tables))
+        return {"role": "unified", "queues": queues, "pages": pages, "counts": counts}
+
+    def _arrive(self, member: Member) -> None:
+        """To the waiting ones, at its place: a retracted request keeps its age."""
+        member.fed_ids, member.computed = (*member.spec.prompt_ids, *member.generated), 0
+        most = len(member.spec.prompt_ids) + member.spec.sampling.max_tokens
+        member.claim = self._admission.arrive(member.key, member.key, member.total_ids + 1, most, now_s=0.0)
 
     def _admit(self) -> None:
-        """In order of arrival; prompt + max_tokens is reserved, so what is admitted can finish."""
-        while self._waiting and len(self._members) < self.max_running:
-            member = self._waiting[0]
-            if member.over:
-                self._waiting.popleft()
-                continue
-            total = member.prompt_tokens + member.spec.sampling.max_tokens
-            member.holding = self.ledger.reserve(member.key, pages_needed(total, self._page_size))
-            if member.holding is None:
-                return
-            self._waiting.popleft()
-            self._members[member.key] = member
+        """By the rules of decode, except that what comes in runs at once: nobody else writes to the pages here."""
+        while (claim := self._admission.admit()) is not None:
+            self._members[claim.key].holding = claim.holding
+
+    def _make_room(self) -> None:
+        """A page for each next token, the oldest first; when none is free, the youngest computes its tokens again."""
+        for claim in list(self._admission.running):
+            while claim.phase is Phase.RUNNING:
+                victim = self._admission.grow(claim, self._members[claim.key].total_ids)
+                if victim is None:
+                    break
+                member = self._members[victim.key]
+                self._admission.retract(victim, now_s=0.0)
+                self._release(member)
+                self._retracted += 1
+                self._arrive(member)
 
     def _plan(self) -> StepPlan | None:
-        """One token of each running request, and prompt chunks within the rest of the budget."""
+        """One token of each request that decodes, and prompt chunks within the rest of the budget."""
         step, sequences = self.step_done + 1, []
-        live = [member for member in self._members.values() if not member.over]
-        budget = self.batch_tokens - sum(member.computed == member.prompt_tokens for member in live)
-        for member in live:
-            if member.computed == member.prompt_tokens:
-                start = member.prompt_tokens + member.generated - 1
-                sequences.append(self._sequence(member, (member.last_token,), start, step, True))
+        running = [self._members[claim.key] for claim in self._admission.running]
+        budget = self.batch_tokens - sum(member.decodes for member in running)
+        for member in running:
+            if member.decodes:
+                sequences.append(self._sequence(member, (member.generated[-1],), member.total_ids - 1, step, True))
                 continue
-            remaining = member.prompt_tokens - member.computed
+            remaining = len(member.fed_ids) - member.computed
             size = min(self.chunk_tokens, remaining, max(budget, 0))
             if size < remaining:
                 size -= size % self._page_size
             if size <= 0:
                 continue
             budget -= size
-            fed = member.spec.prompt_ids[member.computed : member.computed + size]
+            fed = member.fed_ids[member.computed : member.computed + size]
             sequences.append(self._sequence(member, fed, member.computed, step, size == remaining))
         return StepPlan(step, tuple(sequences)) if sequences else None
 
@@ -168,22 +189,28 @@ class Unified:
         self.step_done = plan.step
         for sequence, drawn in zip(plan.sequences, result.drawn, strict=True):
             member = self._members[sequence.key]
-            if member.computed < member.prompt_tokens:
+            if not member.decodes:
                 member.computed += len(sequence.token_ids)
             if drawn is None or member.over:
                 continue
             emission = member.text.push(drawn.token_id)
-            index, member.generated, member.last_token = member.generated, member.generated + 1, drawn.token_id
+            member.generated.append(drawn.token_id)
             member.past.add(drawn.token_id)
             request, text, reason = member.spec.request, emission.text, emission.finish_reason
-            token = Token(request, 0, 0, index, drawn.token_id, text, reason, drawn.logprobs)
+            token = Token(request, 0, 0, len(member.generated) - 1, drawn.token_id, text, reason, drawn.logprobs)
             member.tokens.put_nowait(token)
             member.over = bool(emission.finish_reason)
 
     def _retire(self) -> None:
         """Requests that are over give their pages back: no forward is running here."""
         for member in [member for member in self._members.values() if member.over]:
-            assert member.holding is not None
+            assert member.claim is not None
+            self._admission.leave(member.claim)
+            self._release(member)
+            del self._members[member.key]
+
+    def _release(self, member: Member) -> None:
+        if member.holding is not None:
             proof = Quiescent(member.holding.id, Stepped(self.step_done), NeverGiven())
             self.ledger.release(member.holding, proof)
-            del self._members[member.key]
+            member.holding = None

@@ -48,6 +48,50 @@ def test_many_requests_share_steps_and_every_page_returns() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("pages", [13, 15, 20])
+def test_a_pool_of_one_and_a_half_requests_serves_four(pages: int) -> None:
+    """Case 38 in one process: 20 + 80 tokens are 13 pages of 8. All finish, some after a retraction."""
+
+    async def main() -> None:
+        unified, engine = make(pages=pages)
+        task = asyncio.create_task(unified.run())
+        prompts = [PROMPT[i : i + 20] for i in range(5)]
+        answers = await asyncio.gather(*(ask(unified, prompt, 80) for prompt in prompts))
+        assert answers == [list(engine.expected_tokens(prompt, 80)) for prompt in prompts]
+        await asyncio.sleep(1)
+        status = await unified.status()
+        assert status["pages"]["free"] == pages and status["counts"]["retracted"] > 0
+        assert status["queues"] == {"waiting": 0, "running": 0}
+        task.cancel()
+
+    run(main())
+
+
+def test_readers_that_leave_while_their_requests_wait_run_or_are_retracted() -> None:
+    async def main() -> None:
+        unified, engine = make(pages=15)
+        task = asyncio.create_task(unified.run())
+
+        async def leave_after(count: int, prompt: tuple[int, ...]) -> None:
+            tokens = unified.generate(RequestSpec(1, prompt, Sampling(max_tokens=80), NOBODY))
+            for _ in range(count):
+                await anext(tokens)
+            await tokens.aclose()  # type: ignore[attr-defined]
+
+        leaving = [asyncio.create_task(leave_after(at, PROMPT[at : at + 20])) for at in (3, 20, 31, 60)]
+        waiting = [asyncio.create_task(ask(unified, PROMPT[at : at + 9], 50)) for at in range(4)]
+        await asyncio.sleep(0.1)
+        waiting[-1].cancel()
+        answers = await asyncio.gather(*waiting, return_exceptions=True)
+        assert answers[:3] == [list(engine.expected_tokens(PROMPT[at : at + 9], 50)) for at in range(3)]
+        await asyncio.gather(*leaving)
+        await asyncio.sleep(1)
+        assert (await unified.status())["pages"]["free"] == 15
+        task.cancel()
+
+    run(main())
+
+
 def test_a_reader_that_stops_early_frees_its_pages() -> None:
     async def main() -> None:
         unified, _ = make()

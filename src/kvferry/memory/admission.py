@@ -97,11 +97,13 @@ def by_age(claim: Claim) -> tuple[int, int]:
 class Admission:
     """Takes pages out of the ledger, and never gives any back: that is for whoever has the proof.
 
-    `waiting` and `running` are in order of age. At most `max_running` receive or run; each holds `rows` rows.
+    `waiting` and `running` are in order of age. At most `max_running` receive or run. With `receives`, what comes in
+    holds a metadata row and can't be retracted before `commit`; without, nobody else writes to the pages, and it runs
+    at once.
     """
 
-    def __init__(self, ledger: PageLedger, page_size: int, max_running: int, rows: int = 1) -> None:
-        self._ledger, self._page_size, self._max_running, self._rows = ledger, page_size, max_running, rows
+    def __init__(self, ledger: PageLedger, page_size: int, max_running: int, receives: bool = True) -> None:
+        self._ledger, self._page_size, self._max_running, self._receives = ledger, page_size, max_running, receives
         self._ages = Ages()
         self.waiting: list[Claim] = []
         self.receiving: dict[int, Claim] = {}
@@ -121,19 +123,22 @@ class Admission:
         claim = self.waiting[0]
         if not self._all_can_finish(claim) or not self._spares_the_running(claim):
             return None
-        claim.holding = self._ledger.reserve(claim.key, claim.initial, self._rows)
+        claim.holding = self._ledger.reserve(claim.key, claim.initial, rows=int(self._receives))
         if claim.holding is None:
             return None  # no row is free; each comes back when its holder has finished
         del self.waiting[0]
         claim.phase = Phase.RECEIVING
         self.receiving[claim.key] = claim
+        if not self._receives:
+            self.commit(claim)
         return claim
 
     def _all_can_finish(self, candidate: Claim) -> bool:
         """Rule (a)."""
         lasting = self._ledger.total - self._ledger.quarantined
-        receiving = candidate.initial + sum(claim.pages for claim in self.receiving.values())
-        if lasting - receiving + candidate.initial < candidate.need:
+        initial = candidate.initial if self._receives else 0
+        receiving = initial + sum(claim.pages for claim in self.receiving.values())
+        if lasting - receiving + initial < candidate.need:
             return False
         if any(lasting - receiving + claim.pages < claim.need for claim in self.receiving.values()):
             return False
