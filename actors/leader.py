@@ -142,10 +142,10 @@ class Leader(Actor, Generic[R]):
     # --- rooms: opening, failing, forgetting ---
 
     def new_room(self, router: Address, message: OpenPrefill | OpenDecode, peer: Address) -> dict[str, Any]:
-        """The fields that a new room's record has in both legs; its admission clock starts now."""
+        """The fields that a new room's record has in both legs; its admission clock starts now, if it has one."""
         now_s = self.clock.now_s()
         clocks = Clocks(self.limits, now_s)
-        clocks.wait(Wait.ADMISSION, now_s)
+        clocks.wait(None if message.spec.was_admitted else Wait.ADMISSION, now_s)
         return {
             "room": message.room, "attempt": message.attempt, "spec": message.spec, "router": router, "peer": peer,
             "opened_s": now_s, "clocks": clocks,

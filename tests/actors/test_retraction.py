@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.actors.settings import DecodeSettings, FaultSettings, LinkSettings, PrefillSettings
-from kvferry.protocol.errors import InvalidRequest, PeerLost
+from kvferry.actors.settings import ClockSettings, DecodeSettings, FaultSettings, LinkSettings, PrefillSettings
+from kvferry.protocol.errors import DeadlineExceeded, InvalidRequest, PeerLost
 from kvferry.protocol.receiver import ReceiverState
 from kvferry.sim.loop import run
 from kvferry.sim.system import SimOptions, SimSystem
@@ -242,6 +242,25 @@ def test_a_retracted_request_keeps_its_place(client_of: Any) -> None:
             decode.batch.admit = note  # type: ignore[method-assign]
             await all_finish(system, tasks)
             assert passed > 0
+
+    run(main())
+
+
+def test_a_retracted_request_waits_as_long_as_it_takes(client_of: Any) -> None:
+    """Its client has tokens already: the limit of waiting for admission, 0.5 s here, is for those that have not been
+    admitted. An older request takes 1.2 s and more.
+    """
+
+    async def main() -> None:
+        async with SimSystem(tight(clocks=ClockSettings(admission_wait_s=0.5))) as system:
+            client = await client_of(system)
+            lives, tasks = four(client)
+            await asyncio.sleep(0.4)
+            late = client.open(PROMPTS[0], max_tokens=MAX_TOKENS)
+            with pytest.raises(DeadlineExceeded, match=r"waiting for admission for 0\.\d s"):
+                await client.collect(late)
+            await all_finish(system, tasks)
+            assert max(live.attempt for live in lives) > 0
 
     run(main())
 

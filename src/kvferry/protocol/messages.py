@@ -82,6 +82,13 @@ class RequestSpec(msgspec.Struct, frozen=True):
     prefer: int = 0
 
     @property
+    def was_admitted(self) -> bool:
+        """Decode has let the request in before, and retracted it. It waits for older ones however long they take: the
+        limit of waiting for admission is for those that could still be refused, and *no progress* runs all the same.
+        """
+        return self.prefer != 0
+
+    @property
     def fed_ids(self) -> tuple[int, ...]:
         """What prefill computes."""
         return self.prompt_ids + self.frozen_ids

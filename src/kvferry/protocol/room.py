@@ -217,7 +217,7 @@ class RoomMachine(Machine[RoomState, RoomEvent]):
         self.commands.append(SendLeg(DECODE, OpenDecode(self.room, self.attempt, self.spec, self.prefill)))
 
     def _bootstrapped(self) -> None:
-        self.clocks.wait(Wait.ADMISSION, self.now_s)
+        self.clocks.wait(None if self.spec.was_admitted else Wait.ADMISSION, self.now_s)
 
     def _await_prefill(self) -> None:
         self.clocks.wait(Wait.PREFILL, self.now_s)
