@@ -13,13 +13,15 @@ from kvferry.protocol.receiver import ReceiverMachine
 @dataclass(kw_only=True)
 class DecodeRoom(LegRoom):
     """`peer` is prefill's leader. `generated` counts the answer's tokens, frozen ones and prefill's included;
-    `last_token` is the one to feed next; `expecting` while the data plane looks out for the room's notification.
+    `last_token` is the one to feed next; `expecting` while the data plane looks out for the room's notification;
+    `admitted_s` when it got its pages.
     """
 
     machine: ReceiverMachine
     text: TextStream
     past: Past
     expecting: bool = False
+    admitted_s: float = 0.0
     generated: int = 0
     last_token: int = -1
 
