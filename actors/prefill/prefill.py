@@ -381,8 +381,8 @@ class Prefill(Leader[PrefillRoom]):
             self.tell_both(room, news)
 
     def load(self) -> Load:
-        todo = (self._siblings.left(room) for room in self.rooms.values() if room.opened and room.machine.state in NOT_COMPUTED)
-        return Load(self.role, queued_tokens=sum(todo), tokens_per_s=self._speed.per_s)
+        todo = [room for room in self.rooms.values() if room.opened and room.machine.state in NOT_COMPUTED]
+        return Load(self.role, sum(map(self._siblings.left, todo)), self._speed.per_s)
 
     def queues(self) -> dict[str, int]:
         return {"rooms": len(self.rooms), "waiting": len(self.waiting), "active": len(self.active)}
