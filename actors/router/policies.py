@@ -30,11 +30,12 @@ class Policy(Protocol):
 
 
 class Predicted:
-    """See `predicted_s`."""
+    """By `predicted_s`. Equals (decode's wait may hide prefill's) are told apart by what they have to do, then in turn."""
 
     def choose(self, candidates: Candidates, ask: Ask, random: Random) -> Pair:
-        def soonest(prefill: PrefillView) -> tuple[float, int]:
-            return min(predicted_s(prefill, decode, ask) for decode in candidates.decodes(prefill)), prefill.turn
+        def soonest(prefill: PrefillView) -> tuple[float, float, int]:
+            first_token_s = min(predicted_s(prefill, decode, ask) for decode in candidates.decodes(prefill))
+            return first_token_s, prefill.wait_s, prefill.turn
 
         prefill = min(candidates.prefills, key=soonest)
         decodes = candidates.decodes(prefill)
