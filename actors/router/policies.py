@@ -30,7 +30,7 @@ class Policy(Protocol):
 
 
 class Predicted:
-    """By `predicted_s`. Equals (decode's wait may hide prefill's) are told apart by what they have to do, then in turn."""
+    """By `predicted_s`. Equals (decode's wait may hide prefill's): the one with less to do, then in turn."""
 
     def choose(self, candidates: Candidates, ask: Ask, random: Random) -> Pair:
         def soonest(prefill: PrefillView) -> tuple[float, float, int]:
