@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
+from kvferry.actors.decode.meter import Meter
 from kvferry.actors.decode.room import DecodeRoom
 from kvferry.actors.leader import Leader, Parts, drop
-from kvferry.actors.load import Recent
 from kvferry.actors.settings import DecodeSettings
 from kvferry.engine.contract import Sequence, StepPlan, StepResult
 from kvferry.engine.history import Past
@@ -63,7 +63,7 @@ class Decode(Leader[DecodeRoom]):
         self.waiting: deque[int] = deque()
         self.running: deque[int] = deque()
         self._agent = encode_descriptor(self.endpoint.descriptor())
-        self._steps, self._places = Recent(), Recent()  # times of steps, and of places in the batch
+        self._meter = Meter()
         self._on_message |= {
             OpenDecode: self._open, Abort: self._abort, Drained: self._drained, UnknownRoom: self._unknown,
             Progress: self._progress_of_prefill,
@@ -241,7 +241,7 @@ class Decode(Leader[DecodeRoom]):
         return Sequence(room.room, (room.last_token,), position, pages, room.spec.sampling, history)
 
     def step_finished(self, plan: StepPlan, result: StepResult) -> None:
-        self._steps.add(1, result.compute_s)
+        self._meter.stepped(result.compute_s)
         for sequence, drawn in zip(plan.sequences, result.drawn, strict=True):
             room = self.rooms[sequence.key]  # a room outlives each forward that names it
             assert drawn is not None
@@ -301,7 +301,7 @@ class Decode(Leader[DecodeRoom]):
         holding = room.holding
         if holding is not None:
             if room.last_token >= 0:  # it ran
-                self._places.add(1, self.clock.now_s() - room.admitted_s)
+                self._meter.left(self.clock.now_s() - room.admitted_s)
             self.ledger.release(holding, Quiescent(holding.id, Stepped(self.forward.done), self._proof(room)))
             room.holding = None
         self._expect(room, False)
@@ -335,12 +335,7 @@ class Decode(Leader[DecodeRoom]):
             self.network.send(room.peer.incarnation, news)
 
     def load(self) -> Load:
-        held = self._holding_rooms()
-        return Load(
-            self.role, waiting=len(self.waiting), running=held, free_pages=self.ledger.free,
-            total_pages=self.ledger.total, step_s=self._steps.mean_s,
-            free_places=self.settings.max_running - held, place_s=self._places.mean_s,
-        )  # fmt: skip
+        return self._meter.load(len(self.waiting), self._holding_rooms(), self.settings.max_running, self.ledger)
 
     def queues(self) -> dict[str, int]:
         receiving = sum(room.machine.state is ReceiverState.RECEIVING for room in self.rooms.values())

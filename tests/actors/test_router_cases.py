@@ -399,3 +399,22 @@ def test_short_prompts_go_around_a_long_one(client_of: Any) -> None:
             assert all(prefill != busy for prefill, _ in others)
 
     run(main())
+
+
+def test_what_prefill_reports_counts_a_siblings_prompt_once(client_of: Any, wait_until: Any) -> None:
+    """83 tokens are 10 full pages of 8 and 3 tokens: one sibling computes 83, the two that wait for it 3 each, and a
+    stranger with the same prompt all of it.
+    """
+
+    async def main() -> None:
+        async with SimSystem(SimOptions()) as system:
+            client, prefill = await client_of(system), system.prefill()
+            spec = RequestSpec(1, tuple(range(83)), Sampling(max_tokens=2), client.network.address)
+            sibling = msgspec.structs.replace(spec, group=7, samples=3)
+            asked = [asyncio.create_task(system.router.submit(one, 0)) for one in (sibling, sibling, sibling, spec)]
+            await wait_until(lambda: len(prefill.active) == 2 and len(prefill.waiting) == 2)
+            assert prefill.forward.done == 0 and prefill.load().queued_tokens == 83 + 3 + 3 + 83
+            await asyncio.gather(*asked)
+            assert prefill.load().queued_tokens == 0
+
+    run(main())
