@@ -75,7 +75,11 @@ def show(title: str, found: Mapping[str, Sequence[float]]) -> None:
 def show_costs(costs: Costs) -> None:
     rows = [("prefill, by tokens", *(f"{tokens}: {1000 * s:.0f}" for tokens, s in costs.prefill))]
     rows.append(("decode, by requests", *(f"{batch}: {1000 * s:.0f}" for batch, s in costs.decode), ""))
-    table("engine costs, measured (ms of one forward, one thread)", ("step", *(["ms"] * len(costs.prefill))), rows)
+    table(
+        "engine costs, measured (ms of one thread's time for one forward)",
+        ("step", *(["ms"] * len(costs.prefill))),
+        rows,
+    )
 
 
 def figures(found: Mapping[str, Sequence[float]], costs: Costs, load: Load, prefix: str = "") -> dict[str, object]:
