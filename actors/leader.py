@@ -15,6 +15,7 @@ import msgspec
 from kvferry.actors.actor import Actor
 from kvferry.actors.forward import Forward
 from kvferry.actors.leg_room import LegRoom
+from kvferry.actors.load import LoadReports
 from kvferry.actors.membership import Membership, RegistryFound
 from kvferry.actors.outbox import TokenOutbox
 from kvferry.actors.ports import Clock, LostReason, Network, Resolve
@@ -27,6 +28,7 @@ from kvferry.protocol.kvpoll import STICKY
 from kvferry.protocol.messages import (
     Address,
     Failed,
+    Load,
     Message,
     OpenDecode,
     Opened,
@@ -38,6 +40,7 @@ from kvferry.protocol.messages import (
     RegistrationRefused,
     Stop,
     UnknownRoom,
+    Watch,
 )
 from kvferry.transfer.contract import Endpoint
 
@@ -93,10 +96,12 @@ class Leader(Actor, Generic[R]):
         self.rooms: dict[int, R] = {}
         self.outbox = TokenOutbox(self.network, self.role)
         self.membership = Membership(self.network, parts.resolve, Register(self.info), self.spawn, self._mailbox.put)
+        self.reports = LoadReports(self.network, self.load)
         self.refusal: str | None = None
         self._progress_at_s = 0.0
         self._on_message = {
             Stop: self._stop, Registered: self._registered, RegistrationRefused: self._registration_refused,
+            Watch: self._watch,
         }  # fmt: skip
 
     async def close(self) -> None:
@@ -125,6 +130,7 @@ class Leader(Actor, Generic[R]):
                 self.forward.started(self.clock.now_s())
                 self.spawn(self._run(plan))
         self.outbox.flush()
+        self.reports.turn(self.clock.now_s())
 
     async def _run(self, plan: StepPlan) -> None:
         self._mailbox.put(StepDone(plan, await self.forward.run(plan)))
@@ -212,6 +218,7 @@ class Leader(Actor, Generic[R]):
 
     def link_lost(self, peer: Address, reason: LostReason) -> None:
         self.membership.link_lost(peer)
+        self.reports.link_lost(peer)
         text = f"the link to {peer.name} ended: {reason.value}"
         for room in self.leg_rooms():
             for party, event in (
@@ -278,7 +285,14 @@ class Leader(Actor, Generic[R]):
         if not message.retry:
             raise RegistrationError(message.reason)
 
-    # --- status ---
+    # --- load and status ---
+
+    def load(self) -> Load:
+        """What routers choose by. Counts rooms that have said `Opened`, and no others (see `LoadReports`)."""
+        raise NotImplementedError
+
+    def _watch(self, router: Address, _message: Watch) -> None:
+        self.reports.watch(router)
 
     def block_tables(self) -> dict[int, tuple[int, ...]]:
         """Room -> pages, from the rooms' own records."""

@@ -88,9 +88,20 @@ class DecodeSettings(Settings, frozen=True):
 
 class RouterSettings(Settings, frozen=True):
     """A pool of `instances` routers; in each, `max_requests` live at once and `journal_rooms` ended rooms keep their
-    journal.
+    journal. At most `queue_limit` requests wait for a decode, counted over all of them.
+
+    `policy` chooses the pair: "predicted", "power_of_two", "round_robin" or "random" (actors/router/policies.py);
+    `dp_choice` the rank in a group of DP ranks: "follow_bootstrap_room" (room id % dp_size) or "load". A pair's breaker
+    opens after `breaker_failures` failures in a row, for `breaker_open_s` seconds, twice as long each time that the
+    probe fails too, up to `breaker_open_max_s`.
     """
 
     instances: int = 1
     max_requests: int = 256
+    queue_limit: int = 128
     journal_rooms: int = 4096
+    policy: str = "predicted"
+    dp_choice: str = "follow_bootstrap_room"
+    breaker_failures: int = 3
+    breaker_open_s: float = 5.0
+    breaker_open_max_s: float = 60.0

@@ -27,6 +27,11 @@ class Batch:
         """Committed rooms, the oldest first."""
         return [claim.key for claim in self._admission.running]
 
+    @property
+    def places(self) -> int:
+        """Places taken: rooms that run or receive. Those that only wait for proof take pages, but no place."""
+        return len(self._admission.receiving) + len(self._admission.running)
+
     def arrive(self, room: DecodeRoom, now_s: float) -> None:
         """It brings its prompt, what earlier attempts have made, and the token that prefill will draw."""
         tokens = room.prompt_tokens + 1

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from kvferry.actors.decode.batch import Batch
+from kvferry.actors.decode.meter import Meter
 from kvferry.actors.decode.room import DecodeRoom
 from kvferry.actors.leader import Leader, Parts
 from kvferry.actors.settings import DecodeSettings
@@ -28,6 +29,7 @@ from kvferry.protocol.messages import (
     Destination,
     Drained,
     Failed,
+    Load,
     Logprobs,
     OpenDecode,
     Progress,
@@ -64,6 +66,7 @@ class Decode(Leader[DecodeRoom]):
         self.settings = settings
         self.batch = Batch(self.rooms, self.ledger, self.page_size, settings.max_running)
         self._agent = encode_descriptor(self.endpoint.descriptor())
+        self._meter = Meter()
         self._on_message |= {
             OpenDecode: self._open, Abort: self._abort, Drained: self._drained, UnknownRoom: self._unknown,
             Progress: self._progress_of_prefill,
@@ -166,6 +169,7 @@ class Decode(Leader[DecodeRoom]):
 
     def admit(self) -> None:
         while (room := self.batch.admit()) is not None:
+            room.admitted_s = self.clock.now_s()
             self.act(room, room.machine.handle(ReceiverEvent.ADMIT))
 
     def _hand_out(self, room: DecodeRoom) -> None:
@@ -241,6 +245,7 @@ class Decode(Leader[DecodeRoom]):
         self.network.send(room.spec.front.incarnation, news)
 
     def step_finished(self, plan: StepPlan, result: StepResult) -> None:
+        self._meter.stepped(result.compute_s)
         for sequence, drawn in zip(plan.sequences, result.drawn, strict=True):
             room = self.rooms[sequence.key]  # a room outlives each forward that names it
             assert drawn is not None
@@ -302,6 +307,8 @@ class Decode(Leader[DecodeRoom]):
         """The pages return on proof: the machine orders this only when it has one; the ledger checks it again."""
         holding = room.holding
         if holding is not None:
+            if room.last_token >= 0:  # it ran
+                self._meter.left(self.clock.now_s() - room.admitted_s)
             self.ledger.release(holding, Quiescent(holding.id, Stepped(self.forward.done), self._proof(room)))
             room.holding = None
         self._expect(room, False)
@@ -332,6 +339,9 @@ class Decode(Leader[DecodeRoom]):
             room.clocks.queued("decode", news.position, news.step, 0, self.clock.now_s())
             self.tell_room(room, news)
             self.network.send(room.peer.incarnation, news)
+
+    def load(self) -> Load:
+        return self._meter.load(len(self.waiting), self.batch.places, self.settings.max_running, self.ledger)
 
     def queues(self) -> dict[str, int]:
         receiving = sum(room.machine.state is ReceiverState.RECEIVING for room in self.rooms.values())

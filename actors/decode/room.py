@@ -15,7 +15,7 @@ from kvferry.protocol.receiver import ReceiverMachine
 class DecodeRoom(LegRoom):
     """`peer` is prefill's leader. `generated` counts the answer's tokens, frozen ones and prefill's included;
     `last_token` is the one to feed next; `expecting` while the data plane looks out for the room's notification;
-    `claim` is its place in the batch, from the moment that the leg is open.
+    `claim` is its place in the batch, from the moment that the leg is open; `admitted_s` when it got its pages.
     """
 
     machine: ReceiverMachine
@@ -23,6 +23,7 @@ class DecodeRoom(LegRoom):
     past: Past
     claim: Claim | None = None
     expecting: bool = False
+    admitted_s: float = 0.0
     generated: int = 0
     last_token: int = -1
 

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from kvferry.actors.leader import Leader, Parts, drop
+from kvferry.actors.load import Recent
 from kvferry.actors.prefill.room import PrefillRoom
 from kvferry.actors.prefill.sending import ChunkWriter
 from kvferry.actors.prefill.siblings import Siblings
@@ -28,6 +29,7 @@ from kvferry.protocol.messages import (
     Destination,
     Drained,
     Failed,
+    Load,
     OpenPrefill,
     PrefillDone,
     Progress,
@@ -47,6 +49,8 @@ from kvferry.transfer.contract import (
 
 RANK = 0
 _BEFORE_PAGES = (SenderState.AWAITING_DESTINATION, SenderState.QUEUED)
+#: States of a room whose prompt is still to be computed.
+NOT_COMPUTED = (SenderState.AWAITING_DESTINATION, SenderState.QUEUED, SenderState.COMPUTING)
 
 
 class Connected(msgspec.Struct, frozen=True):
@@ -81,6 +85,7 @@ class Prefill(Leader[PrefillRoom]):
         self._writer = ChunkWriter(self.engine, self.network.address.incarnation)
         self._targets: dict[int, Peer] = {}  # by decode's incarnation
         self._siblings = Siblings(self.ledger, self.page_size)
+        self._speed = Recent()  # tokens and seconds of recent forwards
         self._on_message |= {
             OpenPrefill: self._open, Destination: self._destination, Abort: self._abort,
             AbortTransfer: self._abort_transfer, Progress: self._progress_of_decode, UnknownRoom: self._unknown,
@@ -214,6 +219,7 @@ class Prefill(Leader[PrefillRoom]):
         return Sequence(room.room, fed, start, pages, room.spec.sampling, Past(room.spec).history())
 
     def step_finished(self, plan: StepPlan, result: StepResult) -> None:
+        self._speed.add(sum(len(sequence.token_ids) for sequence in plan.sequences), result.compute_s)
         for sequence, drawn in zip(plan.sequences, result.drawn, strict=True):
             room = self.rooms[sequence.key]  # a room outlives each forward that names it
             room.computed = sequence.start + len(sequence.token_ids)
@@ -373,6 +379,10 @@ class Prefill(Leader[PrefillRoom]):
             news = self.progress(room, "queued", position=position, chunk=room.chunk - 1)
             room.clocks.queued("prefill", news.position, news.step, room.chunk, self.clock.now_s())
             self.tell_both(room, news)
+
+    def load(self) -> Load:
+        todo = [room for room in self.rooms.values() if room.opened and room.machine.state in NOT_COMPUTED]
+        return Load(self.role, sum(map(self._siblings.left, todo)), self._speed.per_s)
 
     def queues(self) -> dict[str, int]:
         return {"rooms": len(self.rooms), "waiting": len(self.waiting), "active": len(self.active)}

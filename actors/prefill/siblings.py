@@ -53,6 +53,12 @@ class Siblings:
         tokens = count * self._page_size
         return kept.holding.pages[:count] if room.spec.fed_ids[:tokens] == kept.ids[:tokens] else ()
 
+    def left(self, room: PrefillRoom) -> int:
+        """Prompt tokens that the room will still compute itself."""
+        if room.holding is None and (self.must_wait(room) or self.shared(room)):
+            return room.prompt_tokens - self.full_pages(room) * self._page_size
+        return room.remaining
+
     def took(self, room: PrefillRoom, shared: int, step: int) -> None:
         """The room has its pages, `shared` of them from a sibling: if none, it is the one that computes them.
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict, deque
-from dataclasses import dataclass
+from collections import OrderedDict, deque
 from typing import Any
 
 from kvferry.actors.actor import Actor
@@ -12,7 +11,13 @@ from kvferry.actors.membership import Membership, RegistryFound
 from kvferry.actors.ports import Clock, LostReason, Network, Random, Resolve
 from kvferry.actors.room.journal import Journal
 from kvferry.actors.room.room import AbortRequested, FromLeg, LegLost, Room, RoomTick
-from kvferry.actors.router.pairs import choose, leaders
+from kvferry.actors.router.breaker import Breakers, Verdict, verdict
+from kvferry.actors.router.choice import Homes, View, choose
+from kvferry.actors.router.fleet import Fleet
+from kvferry.actors.router.guest import Guest, RoomOver, RoomResolved, Submit, Withdraw
+from kvferry.actors.router.policies import POLICIES
+from kvferry.actors.router.retry_after import RetryAfter
+from kvferry.actors.router.view import Ask
 from kvferry.actors.settings import ClockSettings, RouterSettings
 from kvferry.memory.admission import refusal
 from kvferry.protocol.errors import Cause
@@ -23,6 +28,7 @@ from kvferry.protocol.messages import (
     Committed,
     Drained,
     Failed,
+    Load,
     Message,
     Opened,
     PrefillDone,
@@ -42,41 +48,6 @@ REDIAL_S = 1.0
 _ROOM_MESSAGES = (
     Opened, Admitted, Progress, PrefillDone, Received, Drained, Committed, Failed, AbortAck, UnknownRoom,
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Submit:
-    """Item: a front's call."""
-
-    spec: RequestSpec
-    attempt: int
-    answer: asyncio.Future[Outcome]
-
-
-@dataclass(frozen=True)
-class Withdraw:
-    """Item: the front has cancelled its call."""
-
-    answer: asyncio.Future[Outcome]
-
-
-@dataclass(frozen=True)
-class RoomOver:
-    """Item: a room's task has ended, with an error if it crashed."""
-
-    room: int
-    error: BaseException | None
-
-
-@dataclass
-class Guest:
-    """A live room and what the router remembers of it."""
-
-    room: Room
-    answer: asyncio.Future[Outcome]
-    prefill: RankInfo
-    decode: RankInfo
-    began_s: float
 
 
 class Router(Actor):
@@ -104,7 +75,12 @@ class Router(Actor):
         self._limits = limits.limits()
         self._redial_at_s = 0.0
         self._durations_s: deque[float] = deque(maxlen=64)
-        self._on_message = {Roster: self._new_roster}
+        self._policy = POLICIES[settings.policy]
+        self.fleet = Fleet(network.is_up)
+        self.breakers = Breakers(settings.breaker_failures, settings.breaker_open_s, settings.breaker_open_max_s)
+        self._homes = Homes()
+        self._room_places, self._queue_places = RetryAfter(), RetryAfter()
+        self._on_message = {Roster: self._new_roster, Load: self._load}
         self._on_message |= dict.fromkeys(_ROOM_MESSAGES, self._room_message)
 
     # --- calls, from the host; they only post ---
@@ -127,7 +103,8 @@ class Router(Actor):
 
     async def status(self) -> dict[str, Any]:
         live = sum(not guest.answer.done() for guest in self.guests.values())
-        address = self.network.address
+        address, now_s = self.network.address, self.clock.now_s()
+        names = {info.address.incarnation: info.instance for info in self.roster.ranks}
         return {
             "id": address.name,
             "incarnation": f"{address.incarnation:016x}",
@@ -137,6 +114,11 @@ class Router(Actor):
             "counts": dict(self.counts),
             "ready": self.roster.ready,
             "missing": list(self.roster.missing),
+            "policy": self.settings.policy,
+            "waiting": self._view(now_s).waiting,
+            "instances": self.fleet.status(now_s),
+            "breakers": self.breakers.status(names, now_s),
+            "breakers_opened": self.breakers.opened,
         }
 
     # --- items ---
@@ -147,6 +129,8 @@ class Router(Actor):
                 self._submit(spec, attempt, answer)
             case Withdraw(answer):
                 self._withdraw(answer)
+            case RoomResolved(guest, cause):
+                self._room_resolved(guest, cause)
             case RoomOver(room, error):
                 self._room_over(room, error)
             case RegistryFound(address):
@@ -164,6 +148,8 @@ class Router(Actor):
 
     def link_up(self, peer: Address) -> None:
         self.membership.link_up(peer)
+        if not self.membership.is_registry(peer):
+            self.network.send(peer.incarnation, Watch(self.network.address.name))
 
     def link_lost(self, peer: Address, reason: LostReason) -> None:
         self.membership.link_lost(peer)
@@ -174,15 +160,21 @@ class Router(Actor):
     def _new_roster(self, _registry: Address, roster: Roster) -> None:
         self.membership.accepted = True
         self.roster = roster
+        self.fleet.registered(roster.ranks)
+        self.breakers.keep({address.incarnation for address in self.fleet.addresses()})
         self._dial_leaders()
 
     def _dial_leaders(self) -> None:
-        for address in leaders(self.roster.ranks):
+        for address in self.fleet.addresses():
             self.network.dial(address)
+
+    def _load(self, peer: Address, load: Load) -> None:
+        self.fleet.reported(peer.incarnation, load, self.clock.now_s())
 
     def _room_message(self, peer: Address, message: Any) -> None:
         guest = self.guests.get(message.room)
         if guest is not None and guest.room.is_leg(peer):
+            self._note(guest, peer, message)
             if not guest.room.post(FromLeg(peer, message)):
                 self.network.drop(peer.incarnation)
             return
@@ -190,36 +182,66 @@ class Router(Actor):
         if not isinstance(message, UnknownRoom):
             self.network.send(peer.incarnation, UnknownRoom(message.room, "router"))
 
+    def _note(self, guest: Guest, peer: Address, message: Any) -> None:
+        """What the choice of later pairs needs to know of a room's progress."""
+        if isinstance(message, Opened):
+            self.fleet.opened(message.room, peer.incarnation)
+            guest.queued = peer.incarnation == guest.decode.address.incarnation
+        elif isinstance(message, Admitted):
+            guest.queued = False
+
     # --- admission ---
 
     def _submit(self, spec: RequestSpec, attempt: int, answer: asyncio.Future[Outcome]) -> None:
         if answer.cancelled():
             return None
-        if len(self.guests) >= self.settings.max_requests:
-            text = f"{len(self.guests)} requests are live; the limit is {self.settings.max_requests}"
-            return self._refuse(answer, Cause("overloaded", text, "router"), self.retry_after_s())
-        live = Counter[int]()
-        for guest in self.guests.values():
-            live.update((guest.prefill.address.incarnation, guest.decode.address.incarnation))
-        usable = {a.incarnation for a in leaders(self.roster.ranks) if self.network.is_up(a.incarnation)}
-        pair = choose(self.roster.ranks, live, usable)
+        now_s, settings = self.clock.now_s(), self.settings
+        if len(self.guests) >= settings.max_requests:
+            text = f"{len(self.guests)} requests are live; router.max_requests is {settings.max_requests}"
+            wait_s = self._room_places.seconds(self._rooms_per_s(), now_s)
+            return self._refuse(answer, Cause("overloaded", text, "router"), wait_s)
+        view, home = self._view(now_s), self._homes.home(spec.group)
+        ask = Ask(self._random.bits(63), len(spec.fed_ids), spec.prefer, home)
+        pair = choose(view, ask, self._policy, settings.dp_choice, self._random)
         if pair is None:
-            missing = "; ".join(self.roster.missing) or "the links to the instances are not open"
-            return self._refuse(answer, Cause("unavailable", f"no pair can serve: {missing}", "router"), 1.0)
-        prefill, decode = pair
-        sampling = spec.sampling
+            return self._refuse_unavailable(answer, view, now_s)
+        # What was admitted once is served to its end: a next attempt is not refused for the queue's length.
+        if attempt == 0 and view.waiting >= settings.queue_limit and not pair[1].takes_at_once(ask):
+            pair = choose(view.free_for(ask), ask, self._policy, settings.dp_choice, self._random)
+        if pair is None:
+            text = f"{view.waiting} requests wait for a place at decode; router.queue_limit is {settings.queue_limit}"
+            return self._refuse(answer, Cause("overloaded", text, "router"), self._queue_wait_s(now_s))
+        prefill, decode = pair[0].info, pair[1].info
         limits = (prefill.max_prompt_tokens, decode.max_total_tokens)
-        if (cause := refusal(len(spec.prompt_ids), sampling.max_tokens, *limits)) is not None:
+        if (cause := refusal(len(spec.prompt_ids), spec.sampling.max_tokens, *limits)) is not None:
             return self._refuse(answer, cause, 0.0)
-        self._open_room(spec, attempt, answer, prefill, decode)
+        self._homes.sent(spec.group, prefill.address.incarnation)
+        self._open_room(ask, spec, attempt, answer, prefill, decode)
         return None
 
-    def retry_after_s(self) -> float:
-        """When a place will be free: the mean life of the last rooms over the number of live ones, at least 1 s."""
+    def _view(self, now_s: float) -> View:
+        return View(self.fleet.prefills(now_s), self.fleet.decodes(), self.breakers.blocked(now_s))
+
+    def _queue_wait_s(self, now_s: float) -> float:
+        """Until the queue is shorter by one: a place becomes free with each request that ends at a decode."""
+        return self._queue_places.seconds(self.fleet.finished_per_s(), now_s)
+
+    def _rooms_per_s(self) -> float:
+        """Rooms that end, by Little's law: the live ones over the mean life of the last; 0 while nothing is known."""
         if not self._durations_s:
-            return 1.0
-        mean_s = sum(self._durations_s) / len(self._durations_s)
-        return max(1.0, mean_s / max(1, len(self.guests)))
+            return 0.0
+        return len(self.guests) * len(self._durations_s) / max(sum(self._durations_s), 1e-9)
+
+    def _refuse_unavailable(self, answer: asyncio.Future[Outcome], view: View, now_s: float) -> None:
+        """Nobody can serve now: say what is missing, or which breakers are open."""
+        lines = [*self.roster.missing, *self.fleet.missing()]
+        probe_s = 0.0
+        if not lines:
+            pairs = [(p.incarnation, d.incarnation) for p in view.prefills for d in view.decodes]
+            probe_s = self.breakers.next_probe_s(pairs, now_s) or 0.0
+            when = f"the next probe is in {probe_s:.1f} s" if probe_s else "a probe is under way"
+            lines = [f"the breakers of all {len(pairs)} pairs are open; {when}"]
+        self._refuse(answer, Cause("unavailable", f"no pair can serve: {'; '.join(lines)}", "router"), probe_s)
 
     def _refuse(self, answer: asyncio.Future[Outcome], cause: Cause, retry_after_s: float) -> None:
         self.counts[f"refused {cause.code}"] += 1
@@ -228,11 +250,10 @@ class Router(Actor):
     # --- rooms ---
 
     def _open_room(
-        self, spec: RequestSpec, attempt: int, answer: asyncio.Future[Outcome], prefill: RankInfo, decode: RankInfo
-    ) -> None:
-        now_s = self.clock.now_s()
-        room_id = self._random.bits(63)
-        legs = (prefill.address, decode.address)
+        self, ask: Ask, spec: RequestSpec, attempt: int, answer: asyncio.Future[Outcome], prefill: RankInfo,
+        decode: RankInfo,
+    ) -> None:  # fmt: skip
+        now_s, room_id, legs = self.clock.now_s(), ask.room, (prefill.address, decode.address)
         machine = RoomMachine(room_id, attempt, spec, *legs, self._limits, now_s)
         journal = Journal(
             room_id, spec.request, attempt, prefill.instance, decode.instance, self._backend,
@@ -240,12 +261,16 @@ class Router(Actor):
         )  # fmt: skip
 
         def resolve(cause: Cause | None) -> None:
-            self.counts["rooms failed" if cause else "rooms committed"] += 1
+            self._mailbox.put(RoomResolved(guest, cause))
             if not answer.done():
-                answer.set_result(Outcome(room_id, cause is None, cause, *legs))
+                full = cause is not None and cause.code == "overloaded"
+                wait_s = self._queue_wait_s(self.clock.now_s()) if full else 0.0
+                answer.set_result(Outcome(room_id, cause is None, cause, *legs, wait_s))
 
         room = Room(machine, journal, self.clock, self._send, resolve, ROOM_MAILBOX)
-        self.guests[room_id] = Guest(room, answer, prefill, decode, now_s)
+        guest = self.guests[room_id] = Guest(room, answer, prefill, decode, now_s)
+        guest.era = self.breakers.dispatched(guest.pair)
+        self.fleet.dispatched(ask, *guest.pair)
         task = asyncio.get_running_loop().create_task(room.run())
         self._tasks.add(task)
 
@@ -264,6 +289,14 @@ class Router(Actor):
                 cause = Cause("aborted", "the front has cancelled the attempt", "front", room=room_id)
                 guest.room.post(AbortRequested(cause))
 
+    def _room_resolved(self, guest: Guest, cause: Cause | None) -> None:
+        """The front has its answer; the pair's breaker hears it too."""
+        guest.committed = cause is None
+        self.counts["rooms failed" if cause else "rooms committed"] += 1
+        what = verdict(cause, (guest.prefill.address.name, guest.decode.address.name), guest.queued)
+        self.counts["rooms that spoke against their pair"] += what is Verdict.BAD
+        self.breakers.ended(guest.pair, guest.era, what, self.clock.now_s())
+
     def _room_over(self, room_id: int, error: BaseException | None) -> None:
         """Supervision: keep the journal; a room that crashed fails its request and aborts both legs."""
         guest = self.guests.pop(room_id)
@@ -272,6 +305,7 @@ class Router(Actor):
             self.counts["rooms crashed"] += 1
             cause = Cause("handoff_failed", f"the room crashed: {error!r}", "router", room=room_id)
             guest.room.crashed(cause)
+        self.fleet.over(room_id, *guest.pair, guest.committed)
         self._durations_s.append(now_s - guest.began_s)
         self.ended[room_id] = guest.room.journal.as_object(now_s)
         while len(self.ended) > self.settings.journal_rooms:

@@ -30,9 +30,10 @@ class DirectBackend:
         self._turns = 0
 
     async def submit(self, spec: RequestSpec, attempt: int) -> Outcome:
-        """In turn; a router that is killed meanwhile ends the call as Ray does."""
+        """In turn, siblings to one; a router that is killed meanwhile ends the call as Ray does."""
         names = [f"router-{i}" for i in range(self._system.options.router.instances)]
-        name, self._turns = names[self._turns % len(names)], self._turns + 1
+        self._turns += 1
+        name = names[(spec.group + attempt if spec.group else self._turns - 1) % len(names)]
         process = self._system.processes.get(name)
         lost = PeerLost(Cause("peer_lost", "the router is gone", "router", peer=name))
         if process is None or not isinstance(process.actor, Router):

@@ -276,9 +276,15 @@ def test_quarantined_pages_are_not_counted_on(client_of: Any, wait_until: Any) -
         async with SimSystem(options) as system:
             client = await client_of(system)
             failing = asyncio.create_task(client.ask(PROMPTS[1], max_tokens=30))
-            await wait_until(lambda: any(r.machine.writes_open for r in system.prefill(0).rooms.values()))
-            system.network.stop(system.processes["prefill-0"].address)
-            with pytest.raises(PeerLost, match="prefill-0"):
+
+            def writing() -> list[str]:
+                prefills = {f"prefill-{i}": system.prefill(i) for i in range(2)}
+                return [n for n, p in prefills.items() if any(r.machine.writes_open for r in p.rooms.values())]
+
+            await wait_until(writing)
+            (writer,) = writing()
+            system.network.stop(system.processes[writer].address)
+            with pytest.raises(PeerLost, match=writer):
                 await failing
             _, tasks = four(client)
             for prompt, tokens in zip(PROMPTS, await asyncio.gather(*tasks), strict=True):
@@ -286,7 +292,7 @@ def test_quarantined_pages_are_not_counted_on(client_of: Any, wait_until: Any) -
             await asyncio.sleep(1)
             counts = system.counts()["decode-0"]
             assert (counts.quarantined, counts.owned, counts.leased, counts.free) == (3, 0, 0, 12)
-            system.network.resume(system.processes["prefill-0"].address)
+            system.network.resume(system.processes[writer].address)
             assert await system.settle(10), system.counts()
 
     run(main())

@@ -81,7 +81,7 @@ def test_case_55_only_the_request_of_the_client_that_left_is_aborted(client_of: 
 
 
 def test_case_62_a_service_that_was_idle_serves_at_the_first_try(client_of: Any) -> None:
-    """Case 62: ten minutes without a request are longer than every limit of the links; nothing is re-opened or repeated."""
+    """Case 62: ten minutes without a request are longer than every limit of the links; nothing is repeated."""
 
     async def main() -> None:
         async with SimSystem(SimOptions()) as system:

@@ -81,7 +81,8 @@ WIRE = {
     "TokenBatch": "leg tokens",
     "Stop": "request attempt room",
     "Retracted": "request attempt room next_index",
-    "Load": "role queued_tokens= tokens_per_s= waiting= running= free_pages= total_pages= step_s=",
+    "Load": "role queued_tokens= tokens_per_s= waiting= running= free_pages= total_pages= step_s= free_places= "
+    "place_s=",
     "Register": "info",
     "Registered": "version",
     "RegistrationRefused": "reason retry",

@@ -154,7 +154,7 @@ async def test_errors_before_the_first_token_have_their_own_status(
         await client.chat.completions.create(model="gpt-9", messages=ASK)
     assert missing.value.code == "model_not_found" and missing.value.param == "model"
     cases = {
-        "overloaded": (503, "8"), "unavailable": (503, "5"), "handoff_failed": (502, None),
+        "overloaded": (429, "8"), "unavailable": (503, "8"), "handoff_failed": (502, None),
         "deadline_exceeded": (504, None), "invalid_request": (400, None),
     }  # fmt: skip
     for code, (status, retry_after) in cases.items():

@@ -166,7 +166,7 @@ async def test_errors_of_the_handoff(served: Any, client: openai.AsyncOpenAI, ht
         spec, Outcome(77, False, Cause("overloaded", "no", room=77), retry_after_s=7.2)
     )
     response = await http.post("/v1/completions", json=BODY | {"stream": True})
-    assert (response.status_code, response.headers["retry-after"]) == (503, "8")
+    assert (response.status_code, response.headers["retry-after"]) == (429, "8")
     assert response.headers["x-kvferry-room"] == "77"
 
     def play(spec: RequestSpec) -> None:

@@ -26,8 +26,12 @@ class RayBackend:
         self._turn = itertools.cycle(router_names(config))
 
     async def submit(self, spec: RequestSpec, attempt: int) -> Outcome:
-        """One call to a router, each in its turn; cancelling it aborts the room. Raises PeerLost when it is lost."""
-        name = next(self._turn)
+        """One call to a router, each in its turn; cancelling it aborts the room. Raises PeerLost when it is lost.
+
+        Siblings go to one router, which sends them to one prefill; their next attempts go to the next router.
+        """
+        routers = router_names(self._config)
+        name = routers[(spec.group + attempt) % len(routers)] if spec.group else next(self._turn)
         reference = self._call(name, "submit", spec, attempt)
         try:
             outcome: Outcome = await reference

@@ -51,7 +51,11 @@ RANGES: dict[str, Range] = {
     "decode.threads": Range(1, 1024),
     "router.instances": Range(1, 64),
     "router.max_requests": Range(1, 65_536),
+    "router.queue_limit": Range(0, 65_536),
     "router.journal_rooms": Range(0, 1_048_576),
+    "router.breaker_failures": Range(1, 1000),
+    "router.breaker_open_s": _SECONDS,
+    "router.breaker_open_max_s": _SECONDS,
     "transfer.batch_bytes": Range(4096, 2**30, "bytes"),
     "transfer.poll_busy_ms": Range(0, 1000, "ms"),
     "transfer.poll_idle_ms": Range(0, 1000, "ms", open_low=True),
@@ -76,6 +80,8 @@ RANGES: dict[str, Range] = {
 CHOICES: dict[str, tuple[object, ...]] = {
     "prefill.tp": (1,),
     "decode.tp": (1,),
+    "router.policy": ("predicted", "power_of_two", "round_robin", "random"),
+    "router.dp_choice": ("follow_bootstrap_room", "load"),
     "transfer.backend": ("ucx",),
     "model.dtype": ("float32", "bfloat16", "float16"),
 }
@@ -156,4 +162,11 @@ def _poll(config: Config) -> Iterator[Complaint]:
         yield "transfer.poll_idle_ms", transfer.poll_idle_ms, f"at least poll_busy_ms ({transfer.poll_busy_ms:g})"
 
 
-CONTRADICTIONS: tuple[Callable[[Config], Iterator[Complaint]], ...] = (_chunk, _running, _silence, _poll)
+def _breaker(config: Config) -> Iterator[Complaint]:
+    router = config.router
+    if router.breaker_open_max_s < router.breaker_open_s:
+        allowed = f"at least router.breaker_open_s ({router.breaker_open_s:g})"
+        yield "router.breaker_open_max_s", router.breaker_open_max_s, allowed
+
+
+CONTRADICTIONS: tuple[Callable[[Config], Iterator[Complaint]], ...] = (_chunk, _running, _breaker, _silence, _poll)

@@ -9,8 +9,8 @@
     │   ├── InvalidRequest    400  names field, value and limit
     │   └── ModelNotFound     404
     └── PeerError                  another process, or the wire to it
-        ├── Overloaded        503  carries retry_after_s
-        ├── Unavailable       503  no instance of a role is ready
+        ├── Overloaded        429  a configured limit is reached; carries retry_after_s
+        ├── Unavailable       503  no pair of instances can serve now; carries retry_after_s if that is known
         ├── HandoffFailed     502  a leg of the room failed
         ├── PeerLost          502  the process or the link to it ended
         └── DeadlineExceeded  504  one of the room's clocks ran out
@@ -113,10 +113,10 @@ class PeerError(KVFerryError):
 
 
 class Overloaded(PeerError):
-    """Admission refused for lack of room; `retry_after_s` is a computed estimate."""
+    """Refused by a limit of the configuration (queue, live requests); `retry_after_s` is a computed estimate."""
 
     code = "overloaded"
-    http_status = 503
+    http_status = 429
 
     def __init__(self, cause: Cause, retry_after_s: float = 1.0) -> None:
         self.retry_after_s = retry_after_s
@@ -124,8 +124,14 @@ class Overloaded(PeerError):
 
 
 class Unavailable(PeerError):
+    """Nobody can serve: instances are missing, draining, or their breakers are open. `retry_after_s` 0: unknown."""
+
     code = "unavailable"
     http_status = 503
+
+    def __init__(self, cause: Cause, retry_after_s: float = 0.0) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(cause)
 
 
 class HandoffFailed(PeerError):

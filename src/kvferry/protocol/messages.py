@@ -292,10 +292,12 @@ class Retracted(Message, frozen=True):
 
 
 class Load(Message, frozen=True):
-    """A leader's word to every linked router, about once a second and soon after a change.
+    """A leader's word to every router that watches it, about once a second and soon after a change.
 
     Prefill: `queued_tokens` of prompts not yet computed, `tokens_per_s` measured over recent forwards (0: unknown).
-    Decode: `waiting` rooms not admitted, `running` ones, `free_pages` of `total_pages`, `step_s` a recent step's time.
+    Decode: `waiting` rooms not admitted, `running` ones (those that receive included), `free_pages` of `total_pages`,
+    `free_places` in the batch, `step_s` a recent step's time, `place_s` for how long recent requests held a place (0:
+    unknown).
     """
 
     role: str
@@ -306,6 +308,8 @@ class Load(Message, frozen=True):
     free_pages: int = 0
     total_pages: int = 0
     step_s: float = 0.0
+    free_places: int = 0
+    place_s: float = 0.0
 
 
 # --- Registry ----------------------------------------------------------------------------------------------
@@ -365,7 +369,7 @@ class RegistrationRefused(Message, frozen=True):
 
 
 class Watch(Message, frozen=True):
-    """Ask the registry for its roster now and at every change."""
+    """Router -> registry: tell me the roster now and at every change. Router -> leader: the same for its `Load`."""
 
     name: str
 

@@ -92,5 +92,5 @@ def retry_after_header(error: KVFerryError) -> dict[str, str]:
     if isinstance(error, Overloaded):
         return {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
     if isinstance(error, Unavailable):
-        return {"retry-after": str(math.ceil(UNAVAILABLE_RETRY_S))}
+        return {"retry-after": str(max(1, math.ceil(error.retry_after_s or UNAVAILABLE_RETRY_S)))}
     return {}

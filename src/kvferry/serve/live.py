@@ -6,7 +6,7 @@ import asyncio
 
 import msgspec
 
-from kvferry.protocol.errors import Cause, KVFerryError, Overloaded, error_from
+from kvferry.protocol.errors import Cause, KVFerryError, Overloaded, Unavailable, error_from
 from kvferry.protocol.messages import Address, RequestSpec, Token
 from kvferry.protocol.outcome import Outcome
 from kvferry.serve.attempts import AttemptPolicy, Attempts
@@ -84,6 +84,6 @@ class LiveRequest:
 
     def _error(self, cause: Cause) -> KVFerryError:
         error = error_from(cause)
-        if isinstance(error, Overloaded) and self.retry_after_s > 0:
-            return Overloaded(cause, self.retry_after_s)
+        if isinstance(error, Overloaded | Unavailable) and self.retry_after_s > 0:
+            return type(error)(cause, self.retry_after_s)
         return error

@@ -1,0 +1,111 @@
+"""A policy under a small load on real Ray, with the real model: one cluster, a router actor for each policy."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import ray
+from msgspec.structs import replace
+
+from kvferry.actors.settings import DecodeSettings, PrefillSettings, RouterSettings
+from kvferry.cluster.clock import SystemClock, SystemRandom
+from kvferry.cluster.config import Config
+from kvferry.cluster.controller import CONCURRENT_CALLS, RemoteHost
+from kvferry.cluster.names import NAMESPACE, REGISTRY, instance_names
+from kvferry.cluster.network import open_network
+from kvferry.obs.metrics import FrontMetrics
+from kvferry.protocol.messages import RequestSpec, Roster, Sampling
+from kvferry.protocol.outcome import Outcome
+from kvferry.serve.front import Front
+from kvferry.serve.gateway import FrontInfo
+
+START_S = 240.0
+
+
+class OneRouter:
+    """`kvferry.serve.gateway.Backend` that uses the router it was given."""
+
+    def __init__(self, router: Any) -> None:
+        self.router = router
+
+    async def submit(self, spec: RequestSpec, attempt: int) -> Outcome:
+        outcome: Outcome = await self.router.call.remote("submit", spec, attempt)
+        return outcome
+
+    async def roster(self) -> Roster:
+        raise NotImplementedError("nobody asks here")
+
+    async def status(self) -> dict[str, Any]:
+        return {}
+
+    async def room(self, room: int) -> dict[str, Any] | None:
+        return None
+
+
+@asynccontextmanager
+async def cluster(policies: Sequence[str], prefills: int, decodes: int) -> AsyncIterator[dict[str, Any]]:
+    """Policy -> router, all of them linked to all instances."""
+    config = Config(
+        prefill=PrefillSettings(instances=prefills, pool_pages=256), decode=DecodeSettings(instances=decodes)
+    )
+    ray.init(
+        address="local", num_cpus=max(2, os.cpu_count() or 2), include_dashboard=False, log_to_driver=False,
+        logging_level=logging.ERROR,
+    )  # fmt: skip
+    try:
+        started = [_start("registry", REGISTRY, config)]
+        started += [_start(role, name, config) for role, name in instance_names(config)]
+        routers = {
+            policy: _start("router", f"router-{policy}", replace(config, router=RouterSettings(policy=policy)))
+            for policy in policies
+        }
+        async with asyncio.timeout(START_S):
+            for router in routers.values():
+                await _linked(router, prefills + decodes)
+        yield routers
+    finally:
+        ray.shutdown()
+
+
+def _start(role: str, name: str, config: Config) -> Any:
+    options = {"name": name, "namespace": NAMESPACE, "num_cpus": 0, "max_concurrency": CONCURRENT_CALLS}
+    return RemoteHost.options(**options).remote(role, name, config.to_bytes())
+
+
+async def _linked(router: Any, instances: int) -> None:
+    while True:
+        status = await router.call.remote("status")
+        if sum(instance["report_age_s"] is not None for instance in status["instances"]) == instances:
+            return
+        await asyncio.sleep(0.5)
+
+
+async def ttfts_s(router: Any, prompts: Sequence[int], arrivals_s: Sequence[float], max_tokens: int) -> list[float]:
+    """Time to first token of each request, in seconds."""
+    clock, random = SystemClock(), SystemRandom()
+    network = await open_network(f"front-{random.bits(32):08x}", "127.0.0.1", Config().links, clock, random)
+    front = Front(
+        network, OneRouter(router), lambda _: (), clock, random, FrontInfo("smollm2-135m"), FrontMetrics()
+    )  # fmt: skip
+    await front.start()
+    began_s = clock.now_s()
+
+    async def ask(tokens: int, at_s: float) -> float:
+        await clock.sleep(began_s + at_s - clock.now_s())
+        live = front.open(tuple(range(100, 100 + tokens)), Sampling(max_tokens=max_tokens, ignore_eos=True))
+        taken = await live.take()
+        first_s = clock.now_s() - began_s - at_s
+        while not taken[-1].finish_reason:
+            taken = await live.take()
+        front.close_request(live)
+        return first_s
+
+    try:
+        return list(await asyncio.gather(*(ask(n, at_s) for n, at_s in zip(prompts, arrivals_s, strict=True))))
+    finally:
+        await front.close()
