@@ -15,6 +15,7 @@ import pytest
 import uvicorn
 
 from kvferry.actors.ports import LinkHandler
+from kvferry.engine.token_pieces import TokenPiece
 from kvferry.obs.metrics import FrontMetrics
 from kvferry.protocol.messages import Address, Layout, Message, RankInfo, RequestSpec, Roster, Stop, Token, TokenBatch
 from kvferry.protocol.outcome import Outcome
@@ -147,6 +148,13 @@ class WordEncoder:
 
     def encode(self, text: str) -> list[int]:
         return [1] + [len(word) for word in text.split()]
+
+    def piece(self, token_id: int) -> TokenPiece:
+        """Token 2 is special, 3 and 4 are the two bytes of "é", and every other one is its number in brackets."""
+        if token_id == 2:
+            return TokenPiece("<end>", None)
+        data = {3: b"\xc3", 4: b"\xa9"}.get(token_id, f"[{token_id}]".encode())
+        return TokenPiece(data.decode("utf-8", "replace"), data)
 
 
 class World:
