@@ -51,7 +51,9 @@ async def test_ask_json(served: Any, capsys: pytest.CaptureFixture[str]) -> None
     assert json.loads(capsys.readouterr().out) == {
         "id": f"chatcmpl-{served.backend.specs[0].request:016x}", "model": "m", "room": str(served.room),
         "text": "Paris.", "finish_reason": "stop",
-        "usage": {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3},
+        "usage": {
+            "prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3, "prompt_tokens_details": {"cached_tokens": 0}
+        },
     }  # fmt: skip
 
 
