@@ -189,7 +189,7 @@ async def test_tokens_before_a_failure_are_given_once_even_if_others_never_pause
     world.settle(a, Outcome(world.room, False, Cause("handoff_failed", "no")))
     world.from_decode(world.token(b, 1))
     assert indices(await choices.take()) == [(0, [0]), (1, [0, 1])]
-    choices._all[0].live.stream.fail(Cause("handoff_failed", "too slow"))
+    choices.lives[0].stream.fail(Cause("handoff_failed", "too slow"))
     world.from_decode(world.token(b, 2))
     assert indices(await choices.take()) == [(1, [2])]
     world.from_decode(world.token(b, 3))

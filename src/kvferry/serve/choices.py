@@ -54,8 +54,9 @@ class Choices:
             self._front.close_request(choice.live)
 
     @property
-    def first(self) -> LiveRequest:
-        return self._all[0].live
+    def lives(self) -> list[LiveRequest]:
+        """By index."""
+        return [choice.live for choice in self._all]
 
     @property
     def over(self) -> bool:
