@@ -126,7 +126,7 @@ class Exchange(Generic[RequestT]):
         fitted = [fit_tokens(request, field, len(ids), limits, default) for field, ids in prompts]
         for (_, ids), max_tokens in zip(prompts, fitted, strict=True):
             choices.open(ids, [sampling_of(request, max_tokens, front.random, i) for i in range(request.samples())])
-        identity = f"{dialect.id_prefix}-{choices.lives[0].spec.request:016x}"  # as the journal of the first one prints it
+        identity = f"{dialect.id_prefix}-{choices.lives[0].spec.request:016x}"  # as the first journal prints it
         pieces = None if request.top_logprobs_count() is None else front.encoder.piece
         return Head(
             identity, int(unix_s()), front.info.model, tuple(ids for _, ids in prompts), request.samples(),
