@@ -43,6 +43,21 @@ async def test_ask_streams_the_text(served: Any, capsys: pytest.CaptureFixture[s
     (spec,) = served.backend.specs
     assert (spec.sampling.max_tokens, spec.sampling.temperature, spec.sampling.stop) == (7, 0.0, ("x",))
     assert len(spec.prompt_ids) == 5
+    args = (
+        "--min-tokens",
+        "2",
+        "--ignore-eos",
+        "--min-p",
+        "0.5",
+        "--presence-penalty",
+        "1",
+        "--repetition-penalty",
+        "2",
+    )
+    assert await run("ask", "w", "--url", served.url, *args) == 0
+    sampling = served.backend.specs[1].sampling
+    assert (sampling.min_tokens, sampling.ignore_eos, sampling.min_p) == (2, True, 0.5)
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (1.0, 0.0, 2.0)
 
 
 async def test_ask_json(served: Any, capsys: pytest.CaptureFixture[str]) -> None:

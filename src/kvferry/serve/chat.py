@@ -53,7 +53,8 @@ class ChatWriter(AnswerWriter):
     def __init__(self, head: Head) -> None:
         super().__init__(head)
         self._begun = [False] * head.choices
-        self._prompt_due = self._prompt_ids()
+        # the prompt's ids, if they were asked for, go into the first chunk
+        self._plain_frame, self._frame = self._frame, self._framed(self._prompt_ids())
 
     def whole(self, answers: list[list[Token]], usage: Usage) -> Completion:
         choices = tuple(
@@ -66,26 +67,28 @@ class ChatWriter(AnswerWriter):
         return self._whole(choices, usage, self._prompt_ids())
 
     def tokens(self, index: int, tokens: list[Token]) -> bytes:
-        parts = []
+        parts: list[bytes] = []
         if not self._begun[index]:
             self._begun[index] = True
             role = ChunkChoice(Delta(role="assistant", content=""), token_ids=self._ids([]), index=index)
-            parts.append(self._chunk(role, self._prompt_due))
-            self._prompt_due = msgspec.UNSET
+            parts.append(self._chunk(role))
+            self._frame = self._plain_frame
         for token in tokens:
-            parts += self._token(index, token)
+            self._add(parts, index, token)
         return b"".join(parts)
 
-    def _token(self, index: int, token: Token) -> list[bytes]:
+    def _add(self, parts: list[bytes], index: int, token: Token) -> None:
         """The end is a chunk of its own, with no content; what else there is of the token goes with the first chunk it
         makes."""
-        parts, ids, logprobs = [], self._ids([token]), self._logprobs([token])
-        if token.text or (self.head.shows_every_token and not token.finish_reason):
+        ids: TokenIds = msgspec.UNSET
+        logprobs = None
+        if self._shows_every_token:
+            ids, logprobs = self._ids([token]), self._logprobs([token])
+        if token.text or (self._shows_every_token and not token.finish_reason):
             parts.append(self._chunk(ChunkChoice(Delta(content=token.text), None, ids, index, logprobs)))
             ids, logprobs = self._ids([]), None
         if token.finish_reason:
             parts.append(self._chunk(ChunkChoice(Delta(), token.finish_reason, ids, index, logprobs)))
-        return parts
 
     def _logprobs(self, tokens: list[Token]) -> ChatLogprobs | None:
         pieces = self.head.pieces

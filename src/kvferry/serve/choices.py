@@ -96,7 +96,8 @@ class Choices:
     def _ready(self) -> list[tuple[int, list[Token]]]:
         if self._error is not None:
             raise self._error
-        parts, ended = [], False
+        parts: list[tuple[int, list[Token]]] = []
+        ended = False
         for choice in self._open:
             try:
                 tokens = choice.live.ready()
@@ -106,7 +107,8 @@ class Choices:
             if tokens:
                 parts.append((choice.index, tokens))
                 self._measure(choice, tokens)
-                ended = ended or bool(tokens[-1].finish_reason)
+                if tokens[-1].finish_reason:
+                    ended = True
         if ended:
             self._open = [choice for choice in self._open if not choice.live.stream.finish_reason]
         if self._error is not None and not parts:

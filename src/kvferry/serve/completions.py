@@ -53,7 +53,7 @@ class CompletionWriter(AnswerWriter):
     def tokens(self, index: int, tokens: list[Token]) -> bytes:
         parts = []
         for token in tokens:
-            if token.text or token.finish_reason or self.head.shows_every_token:
+            if token.text or token.finish_reason or self._shows_every_token:
                 choice = TextChoice(
                     token.text, token.finish_reason or None, self._ids([token]), self._prompts_due[index], index,
                     self._logprobs(index, [token]),

@@ -13,6 +13,8 @@ from kvferry.serve.logprobs import Pieces
 
 _encode = msgspec.json.Encoder().encode
 
+_NO_CHOICES = b'"choices":[]'
+
 DONE = b"data: [DONE]\n\n"
 
 #: Token ids where the client asked for them; absent otherwise.
@@ -74,11 +76,6 @@ class Head(msgspec.Struct, frozen=True):
     def choices(self) -> int:
         return len(self.prompts) * self.samples
 
-    @property
-    def shows_every_token(self) -> bool:
-        """In a stream, also a token that makes no text visible: it has something else to show."""
-        return self.with_token_ids or self.pieces is not None
-
 
 def event(body: msgspec.Struct) -> bytes:
     """One server-sent event."""
@@ -93,7 +90,10 @@ class AnswerWriter(ABC):
 
     def __init__(self, head: Head) -> None:
         self.head = head
+        # In a stream also those that make no text visible: they have something else to show.
+        self._shows_every_token = head.with_token_ids or head.pieces is not None
         self._usage: msgspec.UnsetType | None = None if head.with_usage else msgspec.UNSET
+        self._frame = self._framed()
 
     @abstractmethod
     def whole(self, answers: list[list[Token]], usage: Usage) -> Completion:
@@ -105,6 +105,8 @@ class AnswerWriter(ABC):
 
     def parts(self, parts: list[tuple[int, list[Token]]]) -> bytes:
         """The events of some more tokens of several choices."""
+        if len(parts) == 1:
+            return self.tokens(*parts[0])
         return b"".join([self.tokens(index, tokens) for index, tokens in parts])
 
     def end(self, usage: Usage) -> bytes:
@@ -123,10 +125,17 @@ class AnswerWriter(ABC):
         head = self.head
         return Completion(head.id, self.whole_object, head.created, head.model, choices, usage, prompt_ids)
 
-    def _chunk(self, choice: msgspec.Struct, prompt_ids: TokenIds = msgspec.UNSET) -> bytes:
+    def _chunk(self, choice: msgspec.Struct) -> bytes:
+        """The event of one choice: most of it is the same in every chunk of an answer."""
+        before, after = self._frame
+        return before + _encode(choice) + after
+
+    def _framed(self, prompt_ids: TokenIds = msgspec.UNSET) -> tuple[bytes, bytes]:
+        """A chunk's event without its choice: what comes before, and behind."""
         head = self.head
-        chunk = Completion(head.id, self.chunk_object, head.created, head.model, (choice,), self._usage, prompt_ids)
-        return event(chunk)
+        chunk = Completion(head.id, self.chunk_object, head.created, head.model, (), self._usage, prompt_ids)
+        before, _, after = event(chunk).partition(_NO_CHOICES)  # in a string its quotes would be escaped
+        return before + _NO_CHOICES[:-1], b"]" + after
 
     def _ids(self, tokens: list[Token]) -> TokenIds:
         return tuple(token.token_id for token in tokens) if self.head.with_token_ids else msgspec.UNSET
