@@ -83,9 +83,13 @@ def _add_ask(commands: Any) -> None:
     ask.add_argument("--model", help="with --unified the model to load, else the name to ask for")
     ask.add_argument("--system", help="a system message before the prompt")
     ask.add_argument("--max-tokens", type=int, metavar="N")
+    ask.add_argument("--min-tokens", type=int, metavar="N")
+    ask.add_argument("--ignore-eos", action="store_true", default=None, help="go on behind the end, to max-tokens")
     ask.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (%(default)s)")
     ask.add_argument("--top-p", type=float)
     ask.add_argument("--top-k", type=int)
+    for name in ("min-p", "presence-penalty", "frequency-penalty", "repetition-penalty"):
+        ask.add_argument(f"--{name}", type=float)
     ask.add_argument("--seed", type=int)
     ask.add_argument("--stop", action="append", help="may be given several times")
     ask.add_argument("--json", action="store_true", help="print one object at the end")
@@ -171,10 +175,11 @@ def _chat_body(args: argparse.Namespace) -> dict[str, Any]:
     """The body of the chat request; what was not given is left out."""
     messages = [{"role": "system", "content": args.system}] if args.system else []
     messages.append({"role": "user", "content": args.prompt})
-    given = {
-        "model": args.model, "max_tokens": args.max_tokens, "temperature": args.temperature, "top_p": args.top_p,
-        "top_k": args.top_k, "seed": args.seed, "stop": args.stop,
-    }  # fmt: skip
+    names = (
+        "model", "max_tokens", "min_tokens", "ignore_eos", "temperature", "top_p", "top_k", "min_p", "seed", "stop",
+        "presence_penalty", "frequency_penalty", "repetition_penalty",
+    )  # fmt: skip
+    given = {name: getattr(args, name) for name in names}
     return {"messages": messages} | {name: value for name, value in given.items() if value is not None}
 
 

@@ -7,6 +7,7 @@ import contextlib
 import random
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import httpx
@@ -15,8 +16,20 @@ import pytest
 import uvicorn
 
 from kvferry.actors.ports import LinkHandler
+from kvferry.engine.token_pieces import TokenPiece
 from kvferry.obs.metrics import FrontMetrics
-from kvferry.protocol.messages import Address, Layout, Message, RankInfo, RequestSpec, Roster, Stop, Token, TokenBatch
+from kvferry.protocol.messages import (
+    Address,
+    Layout,
+    Logprobs,
+    Message,
+    RankInfo,
+    RequestSpec,
+    Roster,
+    Stop,
+    Token,
+    TokenBatch,
+)
 from kvferry.protocol.outcome import Outcome
 from kvferry.serve.app import build_app
 from kvferry.serve.attempts import AttemptPolicy
@@ -148,6 +161,13 @@ class WordEncoder:
     def encode(self, text: str) -> list[int]:
         return [1] + [len(word) for word in text.split()]
 
+    def piece(self, token_id: int) -> TokenPiece:
+        """Token 2 is special, 3 and 4 are the two bytes of "é", and every other one is its number in brackets."""
+        if token_id == 2:
+            return TokenPiece("<end>", None)
+        data = {3: b"\xc3", 4: b"\xa9"}.get(token_id, f"[{token_id}]".encode())
+        return TokenPiece(data.decode("utf-8", "replace"), data)
+
 
 class World:
     """The front, and the moves of the peers around it."""
@@ -189,14 +209,16 @@ class World:
         if not future.done():
             future.set_result(outcome or Outcome(self.room, True, None, self.prefill, self.decode))
 
-    def answer_with(self, texts: Sequence[str], finish: str = "stop") -> None:
+    def answer_with(
+        self, texts: Sequence[str], finish: str = "stop", logprobs: Sequence[Logprobs] = (), first_id: int = 100
+    ) -> None:
         """Every submitted request gets these tokens: index 0 from prefill, then all of them from decode."""
 
         def play(spec: RequestSpec) -> None:
             last = len(texts) - 1
             tokens = [
-                Token(spec.request, 0, self.room, i, 100 + i, text, finish if i == last else "")
-                for i, text in enumerate(texts)
+                Token(spec.request, 0, self.room, i, first_id + i, text, finish if i == last else "", known)
+                for i, (text, known) in enumerate(zip_longest(texts, logprobs))
             ]
             self.from_prefill(tokens[0])
             self.settle(spec)

@@ -83,7 +83,7 @@ async def test_the_stream_on_the_wire(served: Any, http: httpx.AsyncClient) -> N
         [],
     ]
     assert [chunk["usage"] for chunk in chunks] == [None] * 4 + [
-        {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+        {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5, "prompt_tokens_details": {"cached_tokens": 0}}
     ]
     response = await http.post("/v1/chat/completions", json=BODY | {"stream": True})
     assert "usage" not in response.text

@@ -43,6 +43,21 @@ async def test_ask_streams_the_text(served: Any, capsys: pytest.CaptureFixture[s
     (spec,) = served.backend.specs
     assert (spec.sampling.max_tokens, spec.sampling.temperature, spec.sampling.stop) == (7, 0.0, ("x",))
     assert len(spec.prompt_ids) == 5
+    args = (
+        "--min-tokens",
+        "2",
+        "--ignore-eos",
+        "--min-p",
+        "0.5",
+        "--presence-penalty",
+        "1",
+        "--repetition-penalty",
+        "2",
+    )
+    assert await run("ask", "w", "--url", served.url, *args) == 0
+    sampling = served.backend.specs[1].sampling
+    assert (sampling.min_tokens, sampling.ignore_eos, sampling.min_p) == (2, True, 0.5)
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (1.0, 0.0, 2.0)
 
 
 async def test_ask_json(served: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,7 +66,9 @@ async def test_ask_json(served: Any, capsys: pytest.CaptureFixture[str]) -> None
     assert json.loads(capsys.readouterr().out) == {
         "id": f"chatcmpl-{served.backend.specs[0].request:016x}", "model": "m", "room": str(served.room),
         "text": "Paris.", "finish_reason": "stop",
-        "usage": {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3},
+        "usage": {
+            "prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3, "prompt_tokens_details": {"cached_tokens": 0}
+        },
     }  # fmt: skip
 
 

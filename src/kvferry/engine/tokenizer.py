@@ -8,6 +8,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 
 from kvferry.engine.text import backend_of
+from kvferry.engine.token_pieces import TokenPiece, TokenPieces
 from kvferry.protocol.errors import InvalidRequest
 
 
@@ -20,6 +21,7 @@ class ChatTokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._backend = backend_of(tokenizer)
+        self._pieces = TokenPieces(self._backend)
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """Token ids of a conversation, up to where the assistant's answer begins.
@@ -52,6 +54,10 @@ class ChatTokenizer:
 
     def _encode(self, text: str, *, special: bool) -> tuple[int, ...]:
         return tuple(self._backend.encode(text, add_special_tokens=special).ids)
+
+    def piece(self, token_id: int) -> TokenPiece:
+        """What one token stands for. May be called while another thread encodes."""
+        return self._pieces(token_id)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=True)

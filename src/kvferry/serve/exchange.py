@@ -10,7 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
@@ -18,11 +18,11 @@ from kvferry.obs.wall import unix_s
 from kvferry.protocol.errors import KVFerryError
 from kvferry.protocol.messages import Token
 from kvferry.serve.asgi import SSE_TYPE, ClientGone, Reply, check_content_type, disconnected, read_body
+from kvferry.serve.choices import Choices
 from kvferry.serve.errors import error_body, retry_after_header
 from kvferry.serve.front import Front
-from kvferry.serve.live import LiveRequest
-from kvferry.serve.prepare import check_model, check_vocabulary, fit_tokens, sampling_of
-from kvferry.serve.replies import AnswerWriter, Head, Usage, usage_of
+from kvferry.serve.prepare import check_model, check_token_ids, fit_tokens, sampling_of
+from kvferry.serve.replies import AnswerWriter, Head, usage_of
 from kvferry.serve.schemas import GenerationRequest
 
 #: What access logs of web servers write when the client left first.
@@ -33,17 +33,24 @@ RequestT = TypeVar("RequestT", bound=GenerationRequest)
 logger = logging.getLogger("kvferry.api")
 
 
+class Prompt(NamedTuple):
+    """`field` is its place in the body, for messages about it."""
+
+    field: str
+    ids: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Dialect(Generic[RequestT]):
     """What one route takes and gives.
 
-    `encode` makes the prompt's ids, on the executor's thread where the tokenizer is needed. Both it and `parse`
+    `encode` makes the prompts' ids, on the executor's thread where the tokenizer is needed. Both it and `parse`
     raise InvalidRequest. `default_max_tokens` is None where the configured default holds.
     """
 
     id_prefix: str
     parse: Callable[[bytes], RequestT]
-    encode: Callable[[RequestT, Front, Executor], Awaitable[tuple[int, ...]]]
+    encode: Callable[[RequestT, Front, Executor], Awaitable[list[Prompt]]]
     writer: Callable[[Head], AnswerWriter]
     default_max_tokens: int | None = None
 
@@ -68,9 +75,8 @@ class Exchange(Generic[RequestT]):
 
     def __init__(self, dialect: Dialect[RequestT], front: Front, executor: Executor, reply: Reply) -> None:
         self._dialect, self._front, self._executor, self._reply = dialect, front, executor, reply
-        self._live: LiveRequest | None = None
+        self._choices = Choices(front)
         self._writer: AnswerWriter | None = None  # of a stream that has begun
-        self._last_token_s = 0.0
         self.status = CLIENT_LEFT
         self.result = "cancelled"
 
@@ -96,10 +102,9 @@ class Exchange(Generic[RequestT]):
     async def _answer(self, body: bytes) -> None:
         try:
             request = self._dialect.parse(body)
-            live = self._live = await self._open(request)
-            answer = self._stream if request.stream else self._whole
-            await answer(live, self._dialect.writer(self._head(live, request)))
-            self.status, self.result = self._reply.status, live.stream.finish_reason
+            writer = self._dialect.writer(await self._open(request))
+            await (self._stream(writer) if request.stream else self._whole(writer))
+            self.status, self.result = self._reply.status, self._choices.finish_reason
         except ClientGone:
             return
         except KVFerryError as error:
@@ -108,61 +113,45 @@ class Exchange(Generic[RequestT]):
             logger.exception("request failed by an error of our own")
             await self._failed(error)
         finally:
-            if self._live is not None:
-                self._front.close_request(self._live)
+            self._choices.close()
 
-    async def _open(self, request: RequestT) -> LiveRequest:
-        front, dialect = self._front, self._dialect
+    async def _open(self, request: RequestT) -> Head:
+        """Open the requests of all choices, after everything about all of them has been checked."""
+        front, dialect, choices = self._front, self._dialect, self._choices
         check_model(request, front.info)
-        check_vocabulary("stop_token_ids", request.stop_token_ids or (), front.info.vocab_size)
+        check_token_ids(request, front.info.vocab_size)
         limits = await front.limits.get()
-        prompt_ids = await dialect.encode(request, front, self._executor)
+        prompts = await dialect.encode(request, front, self._executor)
         default = dialect.default_max_tokens or front.info.default_max_tokens
-        max_tokens = fit_tokens(request, len(prompt_ids), limits, default)
-        live = front.open(prompt_ids, sampling_of(request, max_tokens, front.random))
-        front.metrics.prompt_tokens.inc(len(prompt_ids))
-        return live
-
-    def _head(self, live: LiveRequest, request: RequestT) -> Head:
-        identity = f"{self._dialect.id_prefix}-{live.spec.request:016x}"  # as journals print it
+        fitted = [fit_tokens(request, field, len(ids), limits, default) for field, ids in prompts]
+        for (_, ids), max_tokens in zip(prompts, fitted, strict=True):
+            choices.open(ids, [sampling_of(request, max_tokens, front.random, i) for i in range(request.samples())])
+        identity = f"{dialect.id_prefix}-{choices.lives[0].spec.request:016x}"  # as the first journal prints it
+        pieces = None if request.top_logprobs_count() is None else front.encoder.piece
         return Head(
-            identity, int(unix_s()), self._front.info.model, live.spec.prompt_ids, request.wants_usage(),
-            bool(request.return_token_ids),
+            identity, int(unix_s()), front.info.model, tuple(ids for _, ids in prompts), request.samples(),
+            request.wants_usage(), bool(request.return_token_ids), pieces,
         )  # fmt: skip
 
-    async def _stream(self, live: LiveRequest, writer: AnswerWriter) -> None:
+    async def _stream(self, writer: AnswerWriter) -> None:
         """Headers leave only with the first token, so that a request that never starts gets its own status."""
-        tokens = await self._take(live)
-        headers = {"cache-control": "no-store", **_room_header(live)}
-        await self._reply.start(200, SSE_TYPE, headers)
+        choices, reply = self._choices, self._reply
+        first = writer.parts(await choices.take())
+        await reply.start(200, SSE_TYPE, {"cache-control": "no-store", **self._room_header()})
         self._writer = writer
-        await self._reply.write(writer.tokens(tokens))
-        while not tokens[-1].finish_reason:
-            tokens = await self._take(live)
-            await self._reply.write(writer.tokens(tokens))
-        await self._reply.write(writer.end(_usage(live)), more=False)
+        await reply.write(first)
+        while not choices.over:
+            await reply.write(writer.parts(await choices.take()))
+        await reply.write(writer.end(usage_of(choices.prompt_tokens, choices.completion_tokens)), more=False)
 
-    async def _whole(self, live: LiveRequest, writer: AnswerWriter) -> None:
-        tokens = await self._take(live)
-        while not tokens[-1].finish_reason:
-            tokens += await self._take(live)
-        await self._reply.json(200, writer.whole(tokens, _usage(live)), _room_header(live))
-
-    async def _take(self, live: LiveRequest) -> list[Token]:
-        """The next tokens, measured."""
-        tokens = await live.take()
-        metrics, now_s = self._front.metrics, self._front.clock.now_s()
-        metrics.generated_tokens.inc(len(tokens))
-        later = len(tokens)
-        if tokens[0].index == 0:
-            metrics.first_token.observe(now_s - live.opened_s)
-            self._last_token_s, later = now_s, len(tokens) - 1
-        for _ in range(later):
-            metrics.inter_token.observe((now_s - self._last_token_s) / later)
-        self._last_token_s = now_s
-        if tokens[-1].finish_reason:
-            metrics.request_time.observe(now_s - live.opened_s)
-        return tokens
+    async def _whole(self, writer: AnswerWriter) -> None:
+        choices = self._choices
+        answers: list[list[Token]] = [[] for _ in range(writer.head.choices)]
+        while not choices.over:
+            for index, tokens in await choices.take():
+                answers[index] += tokens
+        usage = usage_of(choices.prompt_tokens, choices.completion_tokens)
+        await self._reply.json(200, writer.whole(answers, usage), self._room_header())
 
     async def _failed(self, error: Exception) -> None:
         """An error answer, or, once the stream has begun, an error event and the end of the stream."""
@@ -174,14 +163,11 @@ class Exchange(Generic[RequestT]):
                 self.status = self._reply.status
                 await self._reply.write(self._writer.error(body), more=False)
             elif not self._reply.status:
-                await self._reply.json(self.status, body, retry_after_header(known) | _room_header(self._live))
+                await self._reply.json(self.status, body, retry_after_header(known) | self._room_header())
         except ClientGone:
             self.status, self.result = CLIENT_LEFT, "cancelled"
 
-
-def _room_header(live: LiveRequest | None) -> dict[str, str]:
-    return {"x-kvferry-room": str(live.room)} if live is not None and live.room else {}
-
-
-def _usage(live: LiveRequest) -> Usage:
-    return usage_of(len(live.spec.prompt_ids), live.stream.next_index)
+    def _room_header(self) -> dict[str, str]:
+        """The rooms that are known when the headers leave: of a stream with several choices those that have begun."""
+        rooms = self._choices.rooms
+        return {"x-kvferry-room": ", ".join(map(str, rooms))} if rooms else {}

@@ -70,17 +70,31 @@ class Front:
 
     # --- A request's life ----------------------------------------------------------------------------------
 
-    def open(self, prompt_ids: tuple[int, ...], sampling: Sampling) -> LiveRequest:
-        """Open a request and its first attempt. The caller must `close` it with `close_request`."""
-        request = self.random.bits(63)
-        while request == 0 or request in self._requests:
-            request = self.random.bits(63)
-        spec = RequestSpec(request, prompt_ids, sampling, self._network.address)
-        live = LiveRequest(spec, self.clock.now_s(), self.info.attempts)
+    def open(
+        self,
+        prompt_ids: tuple[int, ...],
+        sampling: Sampling,
+        group: int = 0,
+        samples: int = 1,
+        news: asyncio.Event | None = None,
+    ) -> LiveRequest:
+        """Open a request and its first attempt. The caller must `close` it with `close_request`. `group` and `samples`
+        are those of the RequestSpec, `news` is the LiveRequest's."""
+        request = self.new_id()
+        while request in self._requests:
+            request = self.new_id()
+        spec = RequestSpec(request, prompt_ids, sampling, self._network.address, group=group, samples=samples)
+        live = LiveRequest(spec, self.clock.now_s(), self.info.attempts, news)
         self._requests[request] = live
         self.metrics.live.inc()
         self._submit(live)
         return live
+
+    def new_id(self) -> int:
+        """63 random bits, for a request or a group; never 0."""
+        while not (number := self.random.bits(63)):
+            pass
+        return number
 
     def _submit(self, live: LiveRequest) -> None:
         """Open the request's current attempt."""

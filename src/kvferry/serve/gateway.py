@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import msgspec
 
 from kvferry.actors.ports import Clock
+from kvferry.engine.token_pieces import TokenPiece
 from kvferry.protocol.errors import Cause, Unavailable
 from kvferry.protocol.messages import RequestSpec, Roster
 from kvferry.protocol.outcome import Outcome
@@ -31,15 +32,17 @@ class Backend(Protocol):
 
 
 class PromptEncoder(Protocol):
-    """The model's tokenizer. Called on one worker thread, never concurrently.
+    """The model's tokenizer. `render` and `encode` are called on one worker thread, never concurrently.
 
     * `render` passes a conversation ({"role", "content"} each) through the model's chat template and tokenises it.
       Raises InvalidRequest or ValueError when the template refuses the messages.
     * `encode` tokenises plain text, with the special tokens that the tokenizer adds. Raises InvalidRequest.
+    * `piece` says what one token stands for. It is quick, and called on the loop meanwhile.
     """
 
     def render(self, messages: Sequence[dict[str, str]], /) -> Sequence[int]: ...
     def encode(self, text: str, /) -> Sequence[int]: ...
+    def piece(self, token_id: int, /) -> TokenPiece: ...
 
 
 class FrontInfo(msgspec.Struct, frozen=True):

@@ -18,10 +18,13 @@ class LiveRequest:
 
     `leaders` are the incarnations that must hear a Stop; `decode` is whose loss ends the request: known from the
     outcome, or from its first batch (decode sends nothing before it has committed); both are of the current
-    attempt. `serial` orders its opening against losses of peers. `reopening` waits to open the next one.
+    attempt. `serial` orders its opening against losses of peers. `reopening` waits to open the next one. `news` wakes
+    who reads it; requests that are read together may share one.
     """
 
-    def __init__(self, spec: RequestSpec, opened_s: float, policy: AttemptPolicy) -> None:
+    def __init__(
+        self, spec: RequestSpec, opened_s: float, policy: AttemptPolicy, news: asyncio.Event | None = None
+    ) -> None:
         self.spec, self.opened_s, self.serial = spec, opened_s, 0
         self.attempts = Attempts(policy)
         self.reopening: asyncio.Future[None] | None = None
@@ -32,7 +35,7 @@ class LiveRequest:
         self.decode: Address | None = None
         self.retry_after_s = 0.0
         self.closed = False
-        self._news = asyncio.Event()
+        self._news = news or asyncio.Event()
 
     @property
     def attempt(self) -> int:
@@ -66,17 +69,21 @@ class LiveRequest:
         if outcome.ok and outcome.decode is not None:
             self.decode = outcome.decode
 
-    async def take(self) -> list[Token]:
-        """The next tokens in order, at least one; the last one carries a finish_reason.
+    def ready(self) -> list[Token]:
+        """The next tokens in order, none if there are none yet; the last one carries a finish_reason.
 
-        Raises the KVFerryError of the failure once everything before it has been taken. Must not be called again
-        after the last token.
+        Raises the KVFerryError of the failure once everything before it has been taken.
         """
+        tokens = self.stream.drain()
+        if not tokens and self.stream.cause is not None:
+            raise self._error(self.stream.cause)
+        return tokens
+
+    async def take(self) -> list[Token]:
+        """As `ready`, but waits for at least one. Must not be called again after the last token."""
         while True:
-            if tokens := self.stream.drain():
+            if tokens := self.ready():
                 return tokens
-            if self.stream.cause is not None:
-                raise self._error(self.stream.cause)
             if self.stream.over:
                 raise ValueError("all tokens of this request have been taken")
             self._news.clear()

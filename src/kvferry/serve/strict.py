@@ -59,6 +59,25 @@ def known_only(
     return kept
 
 
+#: Token ids that a request may name in `logit_bias`.
+MAX_BIASES = 1024
+
+
+def token_biases(raw: dict[str, Any]) -> tuple[tuple[int, float], ...]:
+    """`logit_bias`: (token id, bias) each. Raises InvalidRequest; whether the model has the id is not known here."""
+    if len(raw) > MAX_BIASES:
+        raise InvalidRequest(f"logit_bias: {len(raw)} token ids; the limit is {MAX_BIASES}", "logit_bias")
+    biases = []
+    for key, value in raw.items():
+        name = f"logit_bias.{key[:100]}"
+        if not (key.isascii() and key.isdigit() and len(key) <= 10 and str(int(key)) == key):
+            raise InvalidRequest(f"{name}: the key is not a token id; allowed: a number without leading zeros", name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not -100 <= value <= 100:
+            raise InvalidRequest(f"{name}: {short(value)} is not acceptable; allowed: -100 to 100", name)
+        biases.append((int(key), float(value)))
+    return tuple(biases)
+
+
 def _same(value: Any, neutral: Any) -> bool:
     """Equal, and not merely because Python takes False for 0."""
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)

@@ -13,8 +13,9 @@ from kvferry.cluster.roles import load_engine
 from kvferry.engine.text import TokenizerTexts
 from kvferry.engine.tokenizer import ChatTokenizer
 from kvferry.protocol.messages import Address, RequestSpec
+from kvferry.serve.errors import UnsupportedParameter
 from kvferry.serve.gateway import Limits
-from kvferry.serve.prepare import fit_tokens, sampling_of
+from kvferry.serve.prepare import check_token_ids, fit_tokens, sampling_of
 from kvferry.serve.schemas import ChatRequest
 
 NOBODY = Address("here", "", 0, "", 0)
@@ -38,13 +39,22 @@ async def _ask(config: Config, chat: ChatRequest, show: Callable[[str], None]) -
         await asyncio.gather(running, return_exceptions=True)
 
 
+def check_one_text(chat: ChatRequest) -> None:
+    """The answer here is one text. Raises UnsupportedParameter for what asks for more."""
+    asked = {"n": chat.samples() > 1, "logprobs": chat.logprobs, "return_token_ids": chat.return_token_ids}
+    for name in (name for name, wanted in asked.items() if wanted):
+        raise UnsupportedParameter(f"{name} is not supported without a server", name)
+
+
 async def _answer(
     config: Config, chat: ChatRequest, show: Callable[[str], None], unified: Unified, tokenizer: ChatTokenizer
 ) -> dict[str, Any]:
+    check_one_text(chat)
+    check_token_ids(chat, unified.engine.limits.vocab_size)
     prompt = tokenizer.render([{"role": message.role, "content": message.text()} for message in chat.messages])
     limits = unified.engine.limits
     tokens = min(limits.pages * limits.page_size, limits.context_tokens)
-    max_tokens = fit_tokens(chat, len(prompt), Limits(tokens, tokens), config.api.default_max_tokens)
+    max_tokens = fit_tokens(chat, chat.prompt_field, len(prompt), Limits(tokens, tokens), config.api.default_max_tokens)
     spec = RequestSpec(1, prompt, sampling_of(chat, max_tokens, SystemRandom()), NOBODY)
     parts, finish_reason, count = [], "", 0
     async for token in unified.generate(spec):
