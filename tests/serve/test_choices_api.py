@@ -211,7 +211,7 @@ async def test_a_failure_before_the_first_token_is_the_answers_status(
 
     served.backend.on_submit = play
     response = await http.post("/v1/chat/completions", json=CHAT | {"n": 4, "stream": stream})
-    assert (response.status_code, response.headers["retry-after"]) == (503, "3")
+    assert (response.status_code, response.headers["retry-after"]) == (429, "3")
     assert response.json()["error"]["code"] == "overloaded"
     await served.until(lambda: served.backend.cancelled == 3)
     await served.until(lambda: served.front.requests_live == 0)
