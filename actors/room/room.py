@@ -103,9 +103,11 @@ class Room:
     def _receive(self, item: RoomItem) -> None:
         match item:
             case FromLeg(peer, message):
-                self._from_leg(self._leg_of(peer), message)
+                self._from_leg(self._leg_of(peer, message), message)
             case LegLost(peer, reason):
-                self._lost(self._leg_of(peer), peer, reason)
+                for leg, address in self._addresses.items():
+                    if address.incarnation == peer.incarnation:
+                        self._lost(leg, peer, reason)
             case AbortRequested(cause):
                 self._note("abort requested", "front", cause=cause.text())
                 self._handle(RoomEvent.ABORT_REQUESTED, cause)
@@ -208,7 +210,11 @@ class Room:
             # The link is gone: its loss is news of its own, posted so that this turn ends first.
             self._mailbox.put(LegLost(address, LostReason.CLOSED))
 
-    def _leg_of(self, peer: Address) -> str:
+    def _leg_of(self, peer: Address, message: Message) -> str:
+        """The leg that speaks: known by who it is, or, where one unified instance is both, by what it says."""
+        if self.machine.prefill.incarnation == self.machine.decode.incarnation:
+            leg = getattr(message, "leg", "")
+            return leg or (PREFILL if isinstance(message, PrefillDone | Drained) else DECODE)
         return PREFILL if peer.incarnation == self.machine.prefill.incarnation else DECODE
 
     def _note(self, event: str, leg: str, **detail: object) -> None:
