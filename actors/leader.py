@@ -307,7 +307,7 @@ class Leader(Actor, Generic[R]):
         rank = {"rank": 0, "pid": self.info.address.pid, "host": self.info.address.host}
         return {
             "id": self.info.instance,
-            "role": self.role,
+            "role": self.info.role,
             "incarnation": f"{self.info.address.incarnation:016x}",
             "ranks": [rank],
             "queues": self.queues(),

@@ -86,6 +86,20 @@ class DecodeSettings(Settings, frozen=True):
     threads: int = 1
 
 
+class UnifiedSettings(Settings, frozen=True):
+    """Instances that are prefill and decode in one process. Sizes as in the two roles; a forward takes the running
+    requests first, then chunks up to `batch_tokens`.
+    """
+
+    instances: int = 0
+    pool_pages: int = 1280
+    chunk_tokens: int = 256
+    batch_tokens: int = 512
+    max_running: int = 32
+    max_rooms: int = 256
+    threads: int = 1
+
+
 class RouterSettings(Settings, frozen=True):
     """A pool of `instances` routers; in each, `max_requests` live at once and `journal_rooms` ended rooms keep their
     journal. At most `queue_limit` requests wait for a decode, counted over all of them.

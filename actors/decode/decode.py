@@ -58,6 +58,7 @@ class Decode(Leader[DecodeRoom]):
     """`waiting` rooms are not admitted; `running` ones are committed and decode together; both in order of age."""
 
     role = "decode"
+    ROOM: type[DecodeRoom] = DecodeRoom
     STOP, EXPIRED, FRONT_LOST = ReceiverEvent.STOP, ReceiverEvent.EXPIRED, ReceiverEvent.FRONT_LOST
     ROOM_LOST, PEER_LOST = ReceiverEvent.ROOM_LOST, ReceiverEvent.PREFILL_LOST
 
@@ -101,7 +102,7 @@ class Decode(Leader[DecodeRoom]):
             return self.refuse_open(router, message.room, cause)
         record = self.new_room(router, message, message.prefill)
         machine, text = ReceiverMachine(REQUIRED_ACKS), self.texts.stream(spec.sampling, spec.frozen_ids)
-        room = DecodeRoom(**record, machine=machine, text=text, past=Past(spec), generated=len(spec.frozen_ids))
+        room = self.ROOM(**record, machine=machine, text=text, past=Past(spec), generated=len(spec.frozen_ids))
         return self.take_in(room)
 
     def leg_opened(self, room: DecodeRoom) -> None:
@@ -332,7 +333,7 @@ class Decode(Leader[DecodeRoom]):
         for room in self.leg_rooms():
             # Proof comes over a link: if prefill still lives, a new session answers (see `link_up`).
             if room.machine.state is ReceiverState.RELEASING:
-                self.network.dial(room.peer)
+                self.seek_proof(room)
         for position, room_id in enumerate(self.waiting):
             room = self.rooms[room_id]
             news = self.progress(room, "queued", position=position + 1)
@@ -342,6 +343,9 @@ class Decode(Leader[DecodeRoom]):
 
     def load(self) -> Load:
         return self._meter.load(len(self.waiting), self.batch.places, self.settings.max_running, self.ledger)
+
+    def seek_proof(self, room: DecodeRoom) -> None:
+        self.network.dial(room.peer)
 
     def queues(self) -> dict[str, int]:
         receiving = sum(room.machine.state is ReceiverState.RECEIVING for room in self.rooms.values())

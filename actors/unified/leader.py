@@ -1,0 +1,171 @@
+"""The leader of a unified instance: both legs of a room in one process, and a handoff that copies nothing.
+
+To the router it is a prefill and a decode at one address. The room opens both legs here and hears both answers; what
+lies between them, destination, writes, notification, is a step from one queue to the next: the pages that prefill
+filled are the pages that decode runs on. So everything that decode's leader knows about rooms (admission, ages,
+retraction, stop rules, next attempts) holds here as it is; this class adds the chunks of prompts to its forwards.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from kvferry.actors.decode.decode import RANK, Decode
+from kvferry.actors.decode.room import DecodeRoom
+from kvferry.actors.leader import Parts, drop
+from kvferry.actors.settings import DecodeSettings, UnifiedSettings
+from kvferry.actors.unified.room import UnifiedRoom
+from kvferry.engine.contract import Drawn, Sequence, StepPlan, StepResult
+from kvferry.protocol.clocks import Wait
+from kvferry.protocol.messages import (
+    AbortAck,
+    Address,
+    Admitted,
+    Committed,
+    Drained,
+    Message,
+    Opened,
+    OpenPrefill,
+    PrefillDone,
+    UnknownRoom,
+)
+from kvferry.protocol.receiver import Ack, ReceiverEvent, ReceiverState
+from kvferry.protocol.room import DECODE, PREFILL
+
+
+class UnifiedLeader(Decode):
+    """`prefilling` rooms are admitted and being computed; the rest is decode's. A prompt's chunks share the forwards of
+    the running batch, which goes first.
+    """
+
+    ROOM = UnifiedRoom
+
+    def __init__(self, parts: Parts, settings: UnifiedSettings) -> None:
+        super().__init__(parts, DecodeSettings(max_running=settings.max_running, max_rooms=settings.max_rooms))
+        self.chunks = settings
+        self.prefilling: deque[int] = deque()
+        self._on_message |= {OpenPrefill: self._open_prefill}
+
+    # --- the prefill leg: nothing is kept for it, the room's record is decode's ---
+
+    def _open_prefill(self, router: Address, message: OpenPrefill) -> None:
+        cause = self.place_refused(message.room)
+        if cause is not None:
+            return self.refuse_open(router, message.room, cause)
+        self.network.send(router.incarnation, Opened(message.room, PREFILL))
+        return None
+
+    def links_needed(self, room: DecodeRoom) -> list[Address]:
+        return [room.spec.front]
+
+    def unknown_room(self, peer: Address, room: int) -> None:
+        """Both legs of it are over here."""
+        self.counts["messages for unknown rooms"] += 1
+        for leg in (PREFILL, DECODE):
+            self.network.send(peer.incarnation, UnknownRoom(room, leg))
+
+    def tell_both(self, room: DecodeRoom, message: Message) -> None:
+        self.tell_room(room, message)
+
+    # --- admitted: computed here instead of being received ---
+
+    def _hand_out(self, room: DecodeRoom) -> None:
+        assert room.holding is not None
+        self.prefilling.append(room.room)
+        room.clocks.wait(Wait.PREFILL, self.clock.now_s())
+        self.tell_room(room, Admitted(room.room, len(room.holding.pages)))
+
+    def _abort_writer(self, room: DecodeRoom) -> None:
+        """The writer is our own forward: with none running, nothing can be written any more."""
+        drop(self.prefilling, room.room)
+        if not room.machine.stepping:
+            self.act(room, room.machine.rank_drained(RANK, complete=False))
+
+    def _quarantine(self, room: DecodeRoom) -> None:
+        """No peer has the pages; they stay owned until the forward that names them is done."""
+        room.clocks.stop()
+        self.batch.leave(room)
+
+    def seek_proof(self, room: DecodeRoom) -> None:
+        """It comes with the end of the forward."""
+
+    def _commit(self, room: DecodeRoom) -> None:
+        """Prefill's pages are decode's: the owner changes, and nothing is copied."""
+        assert isinstance(room, UnifiedRoom) and room.first is not None
+        room.clocks.stop()
+        self.tell_room(room, Committed(room.room))
+        self.batch.commit(room)
+        self._token(room, room.first.token_id, room.first.logprobs)
+
+    def act(self, room: DecodeRoom, commands: list[Any]) -> None:
+        """An abort is acked for both legs: the router has asked each of them."""
+        super().act(room, commands)
+        for command in commands:
+            if isinstance(command, Ack):
+                self.tell_room(room, AbortAck(room.room, PREFILL, RANK))
+
+    # --- the forward ---
+
+    def plan_step(self, step: int) -> StepPlan | None:
+        """One token of each running request, then chunks of prompts in order of admission within the rest."""
+        plan = super().plan_step(step)
+        sequences = [] if plan is None else list(plan.sequences)
+        budget = self.chunks.batch_tokens - len(sequences)
+        for room_id in self.prefilling:
+            room = self._prefilling(room_id)
+            size = min(self.chunks.chunk_tokens, room.remaining, max(budget, 0))
+            if size < room.remaining:
+                size -= size % self.page_size
+            if size <= 0:
+                break
+            budget -= size
+            sequences.append(self._chunk(room, size, step))
+        return StepPlan(step, tuple(sequences)) if sequences else None
+
+    def _prefilling(self, room_id: int) -> UnifiedRoom:
+        room = self.rooms[room_id]
+        assert isinstance(room, UnifiedRoom)
+        return room
+
+    def _chunk(self, room: UnifiedRoom, size: int, step: int) -> Sequence:
+        assert room.holding is not None
+        self.ledger.name_in_step(room.holding, step)
+        room.machine.step_started()
+        start, end = room.computed, room.computed + size
+        sampling = room.spec.sampling if end == room.prompt_tokens else None
+        history = room.past.history() if sampling is not None else None
+        return Sequence(room.room, room.spec.fed_ids[start:end], start, room.holding.pages, sampling, history)
+
+    def step_finished(self, plan: StepPlan, result: StepResult) -> None:
+        chunks = [
+            (room, sequence, drawn)
+            for sequence, drawn in zip(plan.sequences, result.drawn, strict=True)
+            if (room := self._prefilling(sequence.key)).computed < room.prompt_tokens
+        ]
+        of_prompts = {sequence.key for _, sequence, _ in chunks}
+        decoded = [pair for pair in zip(plan.sequences, result.drawn, strict=True) if pair[0].key not in of_prompts]
+        sequences, drawn_tokens = tuple(s for s, _ in decoded), tuple(d for _, d in decoded)
+        super().step_finished(StepPlan(plan.step, sequences), StepResult(plan.step, drawn_tokens, result.compute_s))
+        for room, sequence, drawn in chunks:
+            self._chunk_computed(room, len(sequence.token_ids), drawn)
+
+    def _chunk_computed(self, room: UnifiedRoom, tokens: int, drawn: Drawn | None) -> None:
+        room.computed += tokens
+        room.machine.step_ended()
+        if room.machine.state is not ReceiverState.RECEIVING:
+            self.act(room, room.machine.rank_drained(RANK, complete=False))
+            return
+        room.clocks.progress(self.clock.now_s())
+        self.tell_room(room, self.progress(room, "computed", chunk=room.chunk, tokens=tokens))
+        room.chunk += 1
+        if drawn is not None:
+            drop(self.prefilling, room.room)
+            room.first = drawn
+            self.tell_room(room, PrefillDone(room.room, room.chunk, self.clock.now_s() - room.opened_s))
+            self.tell_room(room, Drained(room.room, RANK, True))
+            self.act(room, room.machine.rank_received(RANK))
+            self.act(room, room.machine.handle(ReceiverEvent.ALL_RECEIVED))
+
+    def queues(self) -> dict[str, int]:
+        return super().queues() | {"prefilling": len(self.prefilling)}

@@ -1,0 +1,44 @@
+"""The data plane of an instance that hands its KV to nobody: the contract, with no peer to be had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvferry.transfer.contract import Descriptor, Peer, Proofs, Spans, TransferError, WriteHandle, WriteResult
+
+
+class Nowhere:
+    """Implements `kvferry.transfer.contract.Endpoint`. Nobody can write here: it proves nothing and waits for nobody.
+
+    Every method that needs a peer raises TransferError.
+    """
+
+    backend = "none"
+    proofs = Proofs(drained=False, exited=False, revoked=False)
+
+    def __init__(self, incarnation: int) -> None:
+        self._descriptor = Descriptor("none", "", incarnation, 0, b"", ())
+
+    def descriptor(self) -> Descriptor:
+        return self._descriptor
+
+    async def connect(self, descriptor: Descriptor) -> Peer:
+        raise TransferError(f"agent {descriptor.agent}: this instance has no data plane")
+
+    def write(self, peer: Peer, spans: Spans, on_end: Callable[[WriteResult], None]) -> WriteHandle:
+        raise TransferError("this instance has no data plane")
+
+    def notify(self, peer: Peer, payload: bytes) -> None:
+        raise TransferError("this instance has no data plane")
+
+    def cancel(self, handle: WriteHandle) -> None:
+        raise TransferError("this instance has no data plane")
+
+    def expect(self, change: int) -> None:
+        """Nothing to look out for."""
+
+    async def disconnect(self, peer: Peer) -> None:
+        raise TransferError("this instance has no data plane")
+
+    async def close(self) -> None:
+        """Nothing to end."""
