@@ -33,7 +33,15 @@ class View:
         return View(self.prefills, [d for d in self.decodes if d.takes_at_once(ask)], self.blocked)
 
     def allows(self, prefill: PrefillView, decode: DecodeView) -> bool:
+        """A unified instance hands over to itself alone, and nobody else to it."""
+        if (prefill.unified or decode.unified) and prefill.incarnation != decode.incarnation:
+            return False
         return (prefill.incarnation, decode.incarnation) not in self.blocked
+
+    @property
+    def any_pair(self) -> bool:
+        """Every prefill may serve with every decode."""
+        return not self.blocked and not any(prefill.unified for prefill in self.prefills)
 
 
 def choose(view: View, ask: Ask, policy: Policy, dp_choice: str, random: Random) -> Pair | None:
@@ -55,7 +63,7 @@ def _candidates(view: View, ask: Ask, decodes: Sequence[DecodeView], dp_choice: 
     """Every prefill with the decodes that it may serve with, without those that have none."""
     if not decodes:
         return Candidates((), {})
-    if not view.blocked:
+    if view.any_pair:
         all_of_them = tuple(one_per_group(decodes, ask, dp_choice))
         return Candidates(tuple(view.prefills), {p.incarnation: all_of_them for p in view.prefills})
     partners = {}

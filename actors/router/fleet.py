@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvferry.actors.router.view import ASSUMED_PLACE_S, ASSUMED_TOKENS_PER_S, Ask, DecodeView, PrefillView
+from kvferry.actors.router.view import ASSUMED_PLACE_S, ASSUMED_TOKENS_PER_S, UNIFIED, Ask, DecodeView, PrefillView
 from kvferry.memory.admission import pages_needed
 from kvferry.protocol.messages import Address, Load, RankInfo
 
@@ -86,7 +86,7 @@ def _with(view: DecodeView, ask: Ask, turn: int) -> DecodeView:
 
 def is_leader(info: RankInfo) -> bool:
     """Of an instance that serves rooms: all coordinates within it are 0."""
-    return info.role in ("prefill", "decode") and not (info.cp_rank or info.tp_rank or info.pp_rank)
+    return info.role in ("prefill", "decode", UNIFIED) and not (info.cp_rank or info.tp_rank or info.pp_rank)
 
 
 class Fleet:
@@ -121,7 +121,7 @@ class Fleet:
     def dispatched(self, ask: Ask, prefill: int, decode: int) -> None:
         """A room is being opened at a pair."""
         self._turn += 1
-        for incarnation in (prefill, decode):
+        for incarnation in {prefill, decode}:  # one, where a unified instance is both
             self._instances[incarnation].dispatched(ask, self._turn)
 
     def opened(self, room: int, incarnation: int) -> None:
@@ -154,7 +154,9 @@ class Fleet:
         return sum(load.running / load.place_s for load in loads if load.place_s > 0)
 
     def _usable(self, role: str) -> list[Instance]:
-        return [i for i in self._instances.values() if i.info.role == role and self._problem(i) is None]
+        """Those that can play `role`; a unified instance plays both."""
+        able = (role, UNIFIED)
+        return [i for i in self._instances.values() if i.info.role in able and self._problem(i) is None]
 
     def _problem(self, instance: Instance) -> str | None:
         if instance.info.draining:
@@ -165,8 +167,9 @@ class Fleet:
         """Why a role has nobody, for each role that has nobody."""
         lines = []
         for role in ("prefill", "decode"):
+            able = (role, UNIFIED)
             problems = [
-                (i.info.instance, self._problem(i)) for i in self._instances.values() if i.info.role == role
+                (i.info.instance, self._problem(i)) for i in self._instances.values() if i.info.role in able
             ]  # fmt: skip
             if all(problem is not None for _, problem in problems):
                 lines.append("; ".join(f"{name} {problem}" for name, problem in problems) or f"no {role} is registered")

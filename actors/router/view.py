@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from kvferry.memory.admission import pages_needed
 from kvferry.protocol.messages import RankInfo
 
+#: The role of instances that are prefill and decode in one process; such a one serves with itself only.
+UNIFIED = "unified"
+
 #: Taken for an instance's speed, or for how long a request keeps its place, until one has been measured.
 ASSUMED_TOKENS_PER_S = 1000.0
 ASSUMED_PLACE_S = 1.0
@@ -36,6 +39,10 @@ class Rank:
     @property
     def incarnation(self) -> int:
         return self.info.address.incarnation
+
+    @property
+    def unified(self) -> bool:
+        return self.info.role == UNIFIED
 
 
 @dataclass(frozen=True)

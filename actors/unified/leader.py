@@ -11,9 +11,12 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+import msgspec
+
 from kvferry.actors.decode.decode import RANK, Decode
 from kvferry.actors.decode.room import DecodeRoom
 from kvferry.actors.leader import Parts, drop
+from kvferry.actors.load import Recent
 from kvferry.actors.settings import DecodeSettings, UnifiedSettings
 from kvferry.actors.unified.room import UnifiedRoom
 from kvferry.engine.contract import Drawn, Sequence, StepPlan, StepResult
@@ -24,6 +27,7 @@ from kvferry.protocol.messages import (
     Admitted,
     Committed,
     Drained,
+    Load,
     Message,
     Opened,
     OpenPrefill,
@@ -45,6 +49,7 @@ class UnifiedLeader(Decode):
         super().__init__(parts, DecodeSettings(max_running=settings.max_running, max_rooms=settings.max_rooms))
         self.chunks = settings
         self.prefilling: deque[int] = deque()
+        self._speed = Recent()  # prompt tokens and seconds of recent forwards that had any
         self._on_message |= {OpenPrefill: self._open_prefill}
 
     # --- the prefill leg: nothing is kept for it, the room's record is decode's ---
@@ -147,6 +152,8 @@ class UnifiedLeader(Decode):
         decoded = [pair for pair in zip(plan.sequences, result.drawn, strict=True) if pair[0].key not in of_prompts]
         sequences, drawn_tokens = tuple(s for s, _ in decoded), tuple(d for _, d in decoded)
         super().step_finished(StepPlan(plan.step, sequences), StepResult(plan.step, drawn_tokens, result.compute_s))
+        if chunks:
+            self._speed.add(sum(len(sequence.token_ids) for _, sequence, _ in chunks), result.compute_s)
         for room, sequence, drawn in chunks:
             self._chunk_computed(room, len(sequence.token_ids), drawn)
 
@@ -166,6 +173,13 @@ class UnifiedLeader(Decode):
             self.tell_room(room, Drained(room.room, RANK, True))
             self.act(room, room.machine.rank_received(RANK))
             self.act(room, room.machine.handle(ReceiverEvent.ALL_RECEIVED))
+
+    def load(self) -> Load:
+        """Both roles' in one: prompts that are not computed yet, whether they are admitted or not."""
+        queued = sum(self._prefilling(room).remaining for room in (*self.waiting, *self.prefilling))
+        return msgspec.structs.replace(
+            super().load(), role=self.info.role, queued_tokens=queued, tokens_per_s=self._speed.per_s
+        )
 
     def queues(self) -> dict[str, int]:
         return super().queues() | {"prefilling": len(self.prefilling)}

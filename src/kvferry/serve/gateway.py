@@ -73,8 +73,8 @@ def limits_of(roster: Roster) -> Limits:
 
     Raises Unavailable when a role has no rank.
     """
-    prompts = [rank.max_prompt_tokens for rank in roster.ranks if rank.role == "prefill"]
-    totals = [rank.max_total_tokens for rank in roster.ranks if rank.role == "decode"]
+    prompts = [rank.max_prompt_tokens for rank in roster.ranks if rank.role in ("prefill", "unified")]
+    totals = [rank.max_total_tokens for rank in roster.ranks if rank.role in ("decode", "unified")]
     if not prompts or not totals:
         raise Unavailable(Cause("unavailable", f"not ready: {missing_text(roster)}", leg="front"))
     return Limits(min(prompts), min(*totals, min(prompts) + 1))

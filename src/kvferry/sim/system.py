@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvferry.actors.actor import Actor
 from kvferry.actors.bootstrap.registry import Registry
@@ -25,7 +25,9 @@ from kvferry.actors.settings import (
     LinkSettings,
     PrefillSettings,
     RouterSettings,
+    UnifiedSettings,
 )
+from kvferry.actors.unified.leader import UnifiedLeader
 from kvferry.engine.contract import EngineLimits, StepPlan
 from kvferry.engine.scripted import ScriptedEngine, ScriptedTexts
 from kvferry.memory.ledger import PageCounts
@@ -35,6 +37,7 @@ from kvferry.sim.network import SimClock, SimNetwork
 from kvferry.transfer.contract import Endpoint
 from kvferry.transfer.fake import FakeFabric
 from kvferry.transfer.faulty import FaultyEndpoint
+from kvferry.transfer.nowhere import Nowhere
 
 DECODE_STEP_S = 0.02
 PREFILL_TOKEN_S = 0.001
@@ -53,6 +56,7 @@ class SimOptions:
     seed: int = 1
     prefill: PrefillSettings = PrefillSettings(chunk_tokens=32, batch_tokens=64, pool_pages=64)
     decode: DecodeSettings = DecodeSettings(pool_pages=64)
+    unified: UnifiedSettings = UnifiedSettings(chunk_tokens=32, batch_tokens=64, pool_pages=64)
     router: RouterSettings = RouterSettings()
     clocks: ClockSettings = ClockSettings()
     links: LinkSettings = LinkSettings()
@@ -111,8 +115,9 @@ class SimSystem:
     def _names(self) -> list[tuple[str, str]]:
         prefill = [("prefill", f"prefill-{i}") for i in range(self.options.prefill.instances)]
         decode = [("decode", f"decode-{i}") for i in range(self.options.decode.instances)]
+        unified = [("unified", f"unified-{i}") for i in range(self.options.unified.instances)]
         routers = [("router", f"router-{i}") for i in range(self.options.router.instances)]
-        return [("registry", "registry"), *routers, *prefill, *decode]
+        return [("registry", "registry"), *routers, *prefill, *decode, *unified]
 
     @staticmethod
     def _linked(router: Router) -> bool:
@@ -191,7 +196,8 @@ class SimSystem:
         endpoint: Endpoint | None = None
         actor: Actor
         if role == "registry":
-            wanted = {"prefill": self.options.prefill.instances, "decode": self.options.decode.instances}
+            options = self.options
+            wanted = {role: getattr(options, role).instances for role in ("prefill", "decode", "unified")}
             actor = Registry(links, clock, mailbox, wanted)
         elif role == "router":
             settings, limits = self.options.router, self.options.clocks
@@ -202,9 +208,9 @@ class SimSystem:
         process = self.processes[name] = SimProcess(actor, task, endpoint)
         return process
 
-    def _leader(self, role: str, name: str, links: LinkLayer, clock: SimClock) -> tuple[Actor, Endpoint]:
+    def _leader(self, role: str, name: str, links: LinkLayer, clock: SimClock) -> tuple[Actor, Endpoint | None]:
         options = self.options
-        settings = options.prefill if role == "prefill" else options.decode
+        settings: PrefillSettings | DecodeSettings | UnifiedSettings = getattr(options, role)
         engine = self._engine(settings.pool_pages, clock)
         inbox = Inbox()
         endpoint: Endpoint = self.fabric.endpoint(engine.regions(), links.address.incarnation, inbox)
@@ -227,6 +233,8 @@ class SimSystem:
         parts = Parts(links, clock, mailbox, self.resolve, engine, texts, endpoint, info, limits, settings.max_rooms)
         if role == "prefill":
             return Prefill(parts, options.prefill), endpoint
+        if role == "unified":
+            return UnifiedLeader(replace(parts, endpoint=Nowhere(links.address.incarnation)), options.unified), None
         decode = Decode(parts, options.decode)
         inbox.deliver = decode.notified
         return decode, endpoint
