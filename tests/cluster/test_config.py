@@ -171,6 +171,14 @@ def test_every_number_has_a_range_and_every_rule_a_key() -> None:
     assert values.keys() - ruled == {"api.served_model_name", "api.keys", "api.keys_file"}
 
 
+def test_haproxy_and_an_ipv6_wildcard_contradict_each_other(tmp_path: Path) -> None:
+    host = {"host": "::"}
+    assert load(write(tmp_path, {}, http_options=host)).http.host == "::"
+    error = refused(write(tmp_path, {"cluster": {"ingress": "haproxy"}}, http_options=host))
+    assert error.path == f"{ARGS}.cluster.ingress" and "IPv4 only" in error.allowed
+    assert refused(write(tmp_path, {"cluster": {"ingress": "nginx"}})).allowed.startswith("serve, haproxy")
+
+
 def test_api_keys_are_never_shown(tmp_path: Path) -> None:
     """Wherever the mistake is: the message says the path and what is allowed, not the key."""
     for args, path in (

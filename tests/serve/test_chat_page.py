@@ -44,7 +44,7 @@ FAILED = JOURNAL | {
 
 @pytest.fixture
 async def browser() -> AsyncIterator[Browser]:
-    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    path = shutil.which("chromium") or shutil.which("google-chrome")
     assert path, "this test drives a browser; install one: apt-get install -y chromium"
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=path, args=list(FLAGS))
@@ -113,7 +113,7 @@ async def test_an_answer_streams_and_its_phases_are_shown(served: Any, open_chat
     served.answer_with(["It", " is."])
     await chat.ask("Why is that?")
     await expect(chat.log).to_contain_text("It is.")
-    assert len(served.backend.specs[1].prompt_ids) == len("What is the capital of France? Paris. Why is that?".split())
+    assert len(served.backend.specs[1].prompt_ids) == 10  # words: both questions and the answer
     await expect(chat.page.get_by_label("How this answer was served")).to_have_count(1)
     assert chat.requested and all(url.startswith((served.url, "data:")) for url in chat.requested)
     assert chat.complaints == []
@@ -132,7 +132,7 @@ async def test_stop_ends_the_request(served: Any, open_chat: Any) -> None:
     served.answer_with(["again"])
     await chat.ask("Go on")
     await expect(chat.log).to_contain_text("again")
-    assert len(served.backend.specs[1].prompt_ids) == len("Tell me a long story Once upon Go on".split())
+    assert len(served.backend.specs[1].prompt_ids) == 9  # words: what was said of the answer, too
     await chat.page.get_by_role("button", name="New chat").click()
     await expect(chat.log).to_be_empty()
     await chat.ask("Hello")
@@ -149,7 +149,9 @@ async def test_what_the_model_says_stays_text(served: Any, open_chat: Any) -> No
     await expect(chat.log).to_contain_text(evil)
     await expect(chat.log).to_contain_text("<i>hello</i>")
     assert await chat.page.locator("#log :is(img, script, b, i)").count() == 0
-    await chat.page.evaluate("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"document.title=3\">')")
+    await chat.page.evaluate(
+        "document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"document.title=3\">')"
+    )
     await served.until(lambda: bool(chat.complaints))
     assert "Content Security Policy" in chat.complaints[0]
     assert await chat.page.title() == "KVFerry"

@@ -169,4 +169,9 @@ def _poll(config: Config) -> Iterator[Complaint]:
         yield "transfer.poll_idle_ms", transfer.poll_idle_ms, f"at least poll_busy_ms ({transfer.poll_busy_ms:g})"
 
 
-CONTRADICTIONS: tuple[Callable[[Config], Iterator[Complaint]], ...] = (_chunk, _running, _silence, _poll)
+def _ingress(config: Config) -> Iterator[Complaint]:
+    if config.cluster.ingress == "haproxy" and config.http.host == "::":
+        yield "cluster.ingress", "haproxy", "serve, for http_options.host ::, which Ray makes IPv4 only for HAProxy"
+
+
+CONTRADICTIONS: tuple[Callable[[Config], Iterator[Complaint]], ...] = (_chunk, _running, _silence, _poll, _ingress)

@@ -81,11 +81,10 @@ def processes_of(folder: Path) -> list[int]:
             continue
         try:
             arguments = (entry / "cmdline").read_bytes().split(b"\0")
-            ours = entry.stat().st_uid == os.getuid()
+            ours = (entry / "exe").readlink().name == "haproxy" and entry.stat().st_uid == os.getuid()
         except OSError:
-            continue  # it has ended meanwhile
-        config = arguments[arguments.index(b"-f") + 1 : arguments.index(b"-f") + 2] if b"-f" in arguments else []
-        if ours and config and config[0].startswith(bytes(folder) + b"/"):
+            continue  # it has ended meanwhile, or is another user's
+        if ours and any(argument.startswith(bytes(folder) + b"/") for argument in arguments):
             found.append(int(entry.name))
     return found
 
