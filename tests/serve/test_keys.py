@@ -16,7 +16,7 @@ from kvferry.serve import launcher
 from kvferry.serve.keys import InvalidApiKey, Keys, load_keys
 
 BODY: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "one two three"}]}
-GUARDED = ("/v1/models", "/v1/models/m", "/v1/nowhere", "/status", "/rooms/77")
+GUARDED = ("/v1/models", "/v1/models/m", "/v1/nowhere", "/status", "/rooms/77", "/nowhere", "/health/x")
 OPEN = ("/health", "/ready", "/metrics", "/")
 
 
@@ -40,13 +40,13 @@ async def test_what_asks_for_a_key_and_what_does_not(guarded: Any) -> None:
             response = await http.get(path)
             assert response.status_code == 401 and response.headers["www-authenticate"].startswith("Bearer"), path
             right = await http.get(path, headers=key("other-key"))
-            assert right.status_code == (404 if path == "/v1/nowhere" else 200), path
+            assert right.status_code == (200 if path in GUARDED[:2] + GUARDED[3:5] else 404), path
         assert not [spec for spec in guarded.backend.specs if spec.prompt_ids != (0,)]
         for path in ("/v1/chat/completions", "/v1/completions"):
             assert (await http.post(path, json=BODY)).status_code == 401
         assert (await http.post("/v1/chat/completions", json=BODY, headers=key("s3cret"))).status_code == 200
         text = (await http.get("/metrics")).text
-        assert 'kvferry_requests_total{outcome="invalid_api_key",status="401"} 7.0' in text
+        assert 'kvferry_requests_total{outcome="invalid_api_key",status="401"} 9.0' in text
 
 
 @pytest.mark.parametrize(

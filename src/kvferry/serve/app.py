@@ -1,8 +1,8 @@
 """The Starlette application: routes, lifespan, and one shape for every error.
 
-When there are API keys, all below `/v1` asks for one, and so do `/status` and `/rooms`: they name no content, but hosts
-and processes, and who watches them learns how long prompts are and when they come. Open to everybody are the page,
-which shows nothing by itself, and what load balancers and Prometheus call: `/health`, `/ready`, `/metrics`.
+When there are API keys, everything asks for one that is not in `OPEN`: all below `/v1`, but also `/status` and
+`/rooms`. They name no content, but hosts and processes, and who watches them learns how long prompts are and when.
+Open to everybody are the page, which shows nothing by itself, and what load balancers and Prometheus call.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Any
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Mount, Route
+from starlette.routing import Route
 
 from kvferry.obs.metrics import CONTENT_TYPE
 from kvferry.protocol.errors import KVFerryError, PeerError
@@ -27,7 +28,7 @@ from kvferry.serve.completions import COMPLETIONS
 from kvferry.serve.errors import NotFound, error_body, retry_after_header, status_body
 from kvferry.serve.exchange import Endpoint
 from kvferry.serve.front import Front
-from kvferry.serve.keys import Keys, guarded
+from kvferry.serve.keys import KeyGuard, Keys
 from kvferry.serve.page import chat_page
 from kvferry.serve.ready import Readiness
 from kvferry.serve.replies import ModelCard, ModelList
@@ -36,6 +37,8 @@ from kvferry.serve.replies import ModelCard, ModelList
 FrontFactory = Callable[[], AbstractAsyncContextManager[Front]]
 
 MAX_ROOM = 2**63 - 1
+
+OPEN = frozenset({"/", "/health", "/ready", "/metrics"})
 
 
 def build_app(front_factory: FrontFactory, keys: Keys | None = None, ingress: str = "") -> Starlette:
@@ -54,22 +57,23 @@ def build_app(front_factory: FrontFactory, keys: Keys | None = None, ingress: st
             finally:
                 executor.shutdown(wait=False, cancel_futures=True)
 
-    guard = guarded(keys or Keys())
     routes = [
         Route("/", page),
-        Route("/v1/chat/completions", Endpoint(CHAT, executor), methods=["POST"], middleware=guard),
-        Route("/v1/completions", Endpoint(COMPLETIONS, executor), methods=["POST"], middleware=guard),
-        Route("/v1/models", list_models, middleware=guard),
-        Route("/v1/models/{model:path}", show_model, middleware=guard),
-        Mount("/v1", routes=[], middleware=guard),  # whatever else: 404, for those with a key
-        Route("/status", status, middleware=guard),
-        Route("/rooms/{room}", room_journal, middleware=guard),
+        Route("/v1/chat/completions", Endpoint(CHAT, executor), methods=["POST"]),
+        Route("/v1/completions", Endpoint(COMPLETIONS, executor), methods=["POST"]),
+        Route("/v1/models", list_models),
+        Route("/v1/models/{model:path}", show_model),
+        Route("/status", status),
+        Route("/rooms/{room}", room_journal),
         Route("/health", health),
         Route("/ready", ready),
         Route("/metrics", metrics),
     ]
     handlers = {KVFerryError: on_error, HTTPException: on_http_error, Exception: on_exception}
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)  # type: ignore[arg-type]
+    guard = [Middleware(KeyGuard, keys=keys, open_paths=OPEN)] if keys else []
+    return Starlette(
+        routes=routes, middleware=guard, lifespan=lifespan, exception_handlers=handlers  # type: ignore[arg-type]
+    )  # fmt: skip
 
 
 def _json(body: Any, status_code: int = 200, headers: Mapping[str, str] | None = None) -> Response:

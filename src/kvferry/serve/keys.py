@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvferry.cluster.config_rules import API_KEY, API_KEY_RULE
@@ -79,12 +78,16 @@ def _read(path: str) -> list[str]:
 
 
 class KeyGuard:
-    """Answers 401 in front of the routes that it is put around; what it lets through it does not touch."""
+    """Answers 401 to who shows no key, whatever the path but one of `open_paths`; what it lets through it leaves as it
+    is."""
 
-    def __init__(self, app: ASGIApp, keys: Keys) -> None:
-        self._app, self._keys = app, keys
+    def __init__(self, app: ASGIApp, keys: Keys, open_paths: Collection[str]) -> None:
+        self._app, self._keys, self._open_paths = app, keys, open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"].removeprefix(scope.get("root_path", "")) in self._open_paths:
+            await self._app(scope, receive, send)
+            return
         try:
             self._keys.check(_authorization(scope))
         except InvalidApiKey as error:
@@ -98,8 +101,3 @@ class KeyGuard:
 
 def _authorization(scope: Scope) -> str:
     return next((value.decode("latin-1") for key, value in scope["headers"] if key == b"authorization"), "")
-
-
-def guarded(keys: Keys) -> list[Middleware]:
-    """The middleware of a guarded route; none when the API is open."""
-    return [Middleware(KeyGuard, keys=keys)] if len(keys) else []
