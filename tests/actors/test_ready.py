@@ -144,7 +144,7 @@ def test_waiting_behind_long_prompts_is_not_unreadiness(client_of: Any) -> None:
 
 
 def test_a_full_decode_that_streams_is_not_unready(client_of: Any) -> None:
-    """One stream of 5 s at a time takes all its pages, so there is no handoff for longer than `stuck_s`: the tokens are
+    """Streams of 5 s take all its pages, and for longer than `stuck_s` there may be no handoff: the tokens are
     the sign of life."""
     options = SimOptions(decode=DecodeSettings(pool_pages=32, max_running=8), clocks=PATIENT)
 
@@ -164,21 +164,20 @@ def test_a_full_decode_that_streams_is_not_unready(client_of: Any) -> None:
 
 def test_a_refusal_for_load_is_not_unreadiness(client_of: Any) -> None:
     """The router refuses the probe as it refuses clients: 503 to them, but nothing is broken."""
+    prefill = PrefillSettings(chunk_tokens=32, batch_tokens=32, pool_pages=2048)
     options = SimOptions(
-        decode=DecodeSettings(pool_pages=16), router=RouterSettings(max_requests=2), clocks=PATIENT
-    )  # fmt: skip
+        prefill=prefill, decode=DecodeSettings(pool_pages=2048), router=RouterSettings(max_requests=2), clocks=PATIENT
+    )
 
     async def main(system: SimSystem) -> None:
         client = await client_of(system)
-        other = await type(client)(system, "front-1", 1).start()
-        asking = []
-        for _ in range(3):
-            asking.append(asyncio.ensure_future(client.ask(tuple(range(8)), max_tokens=100)))
-            await asyncio.sleep(0.3)
-        assert len(system.router.guests) == 2  # both wait for pages, behind the one that runs
+        other = await type(client)(system, "front-1", 1, 30.0).start()
+        asking = [asyncio.ensure_future(client.ask(tuple(range(i, i + 1000)), max_tokens=2)) for i in range(2)]
+        await asyncio.sleep(0.3)
+        assert len(system.router.guests) == 2 and not any(task.done() for task in asking)
         for front in (client.front, other.front):  # also one none of whose own clients waits
             report = await Readiness(front, POLICY).report()
-            assert report.ready
+            assert report.ready and report.busy
         await asyncio.gather(*asking)
 
     on(options, main)
