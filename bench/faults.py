@@ -145,10 +145,16 @@ async def strike(server: Served, fault: str, turn: int, tokens: int, right: list
     return hit
 
 
+def complete(server: Served) -> bool:
+    """A handoff has gone through, and no instance is missing."""
+    answer = server.http.get("/ready").json()
+    return bool(answer["ready"]) and not answer["missing"]
+
+
 def wait_back(server: Served, victim: str, pid: int) -> None:
     """Until the victim's successor is registered and a fresh request is right."""
     server.wait(lambda: server.pids().get(victim, pid) != pid, 120, f"a new {victim}")
-    server.wait(lambda: server.http.get("/ready").status_code == 200, 120, "ready again")
+    server.wait(lambda: complete(server), 120, "ready again")
     answer = server.http.post("/v1/completions", json=PROBE)
     text = answer.json()["choices"][0]["text"] if answer.status_code == 200 else answer.text
     if " Paris" not in text:

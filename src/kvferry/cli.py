@@ -1,5 +1,6 @@
 """The `kvferry` command: serve, ask, status, room, config check.
 
+A server that asks for an API key gets the one in the environment variable KVFERRY_API_KEY.
 Expected failures (a server that is not there, a bad configuration) are one line on stderr and exit code 1.
 """
 
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -159,10 +161,11 @@ def run_room(args: argparse.Namespace) -> int:
 
 def run_config_check(args: argparse.Namespace) -> int:
     from kvferry.cluster.config import load
+    from kvferry.cluster.config_rules import HIDDEN
 
     config = load(args.file)
     if args.json:
-        _print_json(json.loads(config.to_bytes()))
+        _print_json(json.loads(config.without_keys(HIDDEN).to_bytes()))
     else:
         print(f"{args.file}: acceptable")
     return 0
@@ -235,9 +238,17 @@ def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def _client(url: str) -> Iterator[httpx.Client]:
-    """No read timeout: the server's own clocks end a request. Transport errors become CommandFailed."""
+    """No read timeout: the server's own clocks end a request. Transport errors become CommandFailed.
+
+    An API key comes from the environment: on the command line everybody on the machine could read it.
+    """
+    headers = {}
+    if key := os.environ.get("KVFERRY_API_KEY", "").strip():
+        if not (key.isascii() and key.isprintable()):
+            raise CommandFailed("KVFERRY_API_KEY has characters that no API key has")
+        headers["authorization"] = f"Bearer {key}"
     try:
-        with httpx.Client(base_url=url, timeout=httpx.Timeout(None, connect=5.0)) as client:
+        with httpx.Client(base_url=url, timeout=httpx.Timeout(None, connect=5.0), headers=headers) as client:
             yield client
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         reason = str(error) or type(error).__name__

@@ -168,7 +168,33 @@ def test_every_number_has_a_range_and_every_rule_a_key() -> None:
     values = leaves(msgspec.to_builtins(Config()))
     ruled = RANGES.keys() | CHOICES.keys() | PATTERNS.keys()
     assert ruled <= values.keys()
-    assert values.keys() - ruled == {"api.served_model_name"}
+    assert values.keys() - ruled == {"api.served_model_name", "api.keys", "api.keys_file"}
+
+
+def test_haproxy_and_an_ipv6_wildcard_contradict_each_other(tmp_path: Path) -> None:
+    host = {"host": "::"}
+    assert load(write(tmp_path, {}, http_options=host)).http.host == "::"
+    error = refused(write(tmp_path, {"cluster": {"ingress": "haproxy"}}, http_options=host))
+    assert error.path == f"{ARGS}.cluster.ingress" and "IPv4 only" in error.allowed
+    assert refused(write(tmp_path, {"cluster": {"ingress": "nginx"}})).allowed.startswith("serve, haproxy")
+
+
+def test_api_keys_are_never_shown(tmp_path: Path) -> None:
+    """Wherever the mistake is: the message says the path and what is allowed, not the key."""
+    for args, path in (
+        ({"api": {"keys": ["good", "s3cret key"]}}, "api.keys[1]"),
+        ({"api": {"keys": ["s3cret-\u00e9"]}}, "api.keys[0]"),
+        ({"api": {"keys": "s3cret"}}, "api.keys"),
+        ({"api": {"keys": [["s3cret"]]}}, "api.keys[0]"),
+        ({"api": {"key": "s3cret"}}, "api.key"),
+        ({"api_keys": ["s3cret"]}, "api_keys"),
+    ):
+        error = refused(write(tmp_path, args))
+        assert error.path == f"{ARGS}.{path}" and "s3cret" not in str(error)
+    config = load(write(tmp_path, {"api": {"keys": ["s3cret", "other"]}}))
+    assert config.api.keys == ["s3cret", "other"]
+    assert config.without_keys().api.keys == [] and config.without_keys("x").api.keys == ["x", "x"]
+    assert config.without_keys(None).prefill == config.prefill
 
 
 def test_serves_own_schema_takes_the_committed_file() -> None:

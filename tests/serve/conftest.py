@@ -35,6 +35,7 @@ from kvferry.serve.app import build_app
 from kvferry.serve.attempts import AttemptPolicy
 from kvferry.serve.front import Front
 from kvferry.serve.gateway import FrontInfo
+from kvferry.serve.keys import Keys
 
 LAYOUT = Layout("m", "r", "float32", 16, 30, 3, 64)
 
@@ -247,11 +248,11 @@ async def world() -> AsyncIterator[World]:
         yield world
 
 
-@pytest.fixture
-async def served() -> AsyncIterator[World]:
-    """The world's front behind uvicorn on a free loopback port (`world.url`)."""
+@contextlib.asynccontextmanager
+async def serving(keys: Keys | None = None) -> AsyncIterator[World]:
+    """A world's front behind uvicorn on a free loopback port (`world.url`)."""
     world = World()
-    app = build_app(world.running_front)
+    app = build_app(world.running_front, keys, "none")
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         world.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -262,6 +263,20 @@ async def served() -> AsyncIterator[World]:
         server.should_exit = True
         await task
     assert world.network.closed
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[World]:
+    """Open to everybody."""
+    async with serving() as world:
+        yield world
+
+
+@pytest.fixture
+async def guarded() -> AsyncIterator[World]:
+    """Open to those with the API key "s3cret" or "other-key"."""
+    async with serving(Keys(["s3cret", "other-key"])) as world:
+        yield world
 
 
 @pytest.fixture

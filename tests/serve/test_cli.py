@@ -103,7 +103,7 @@ async def test_status_and_room(
     monkeypatch.setenv("COLUMNS", "140")
     served.backend.journals[77] = JOURNAL
     assert await run("status", "--json", "--url", served.url) == 0
-    assert json.loads(capsys.readouterr().out) == served.backend.state | {"requests_live": 0}
+    assert json.loads(capsys.readouterr().out) == served.backend.state | {"requests_live": 0, "ingress": "none"}
     assert await run("status", "--url", served.url) == 0
     text = capsys.readouterr().out
     assert "decode-0" in text and "pid 4321" in text and "running 2" in text and "rooms live 3" in text
@@ -128,6 +128,25 @@ async def test_status_and_room(
         assert any(all(word in line for word in words) for line in lines), words
 
 
+async def test_the_api_key_comes_from_the_environment(
+    guarded: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guarded.answer_with(["Paris", "."])
+    guarded.backend.journals[77] = JOURNAL
+    commands = (("ask", "w"), ("status",), ("room", "77"))
+    for command in commands:
+        assert await run(*command, "--url", guarded.url) == 1
+        assert "no API key was given" in capsys.readouterr().err
+    monkeypatch.setenv("KVFERRY_API_KEY", "wr\u00f6ng")
+    assert await run("status", "--url", guarded.url) == 1
+    assert "wr" not in capsys.readouterr().err
+    monkeypatch.setenv("KVFERRY_API_KEY", "s3cret")
+    for command in commands:
+        assert await run(*command, "--url", guarded.url) == 0
+        shown = capsys.readouterr()
+        assert "s3cret" not in shown.out + shown.err
+
+
 def test_no_server_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     for argv in (["status"], ["ask", "hi"], ["room", "7"]):
         assert main([*argv, "--url", "http://127.0.0.1:9"]) == 1
@@ -141,6 +160,10 @@ def test_config_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "acceptable" in capsys.readouterr().out
     assert main(["config", "check", str(file), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["prefill"]["chunk_tokens"] == 256
+    file.write_text("applications:\n- {import_path: 'kvferry.serve.deployment:build', args: {api: {keys: [s3cret]}}}\n")
+    assert main(["config", "check", str(file), "--json"]) == 0
+    text = capsys.readouterr().out
+    assert json.loads(text)["api"]["keys"] == ["(hidden)"] and "s3cret" not in text
     file.write_text("applications:\n- {import_path: 'kvferry.serve.deployment:build', args: {decode: {tp: 2}}}\n")
     assert main(["config", "check", str(file)]) == 1
     assert capsys.readouterr().err == (

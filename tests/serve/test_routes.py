@@ -9,6 +9,7 @@ import openai
 
 from kvferry.protocol.errors import Cause, PeerLost
 from kvferry.protocol.messages import RequestSpec
+from kvferry.protocol.outcome import Outcome
 
 BODY: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "one two three"}]}
 
@@ -19,8 +20,7 @@ async def test_models_health_ready_status_room(
     assert [model.id for model in (await client.models.list()).data] == ["m"]
     assert (await client.models.retrieve("m")).owned_by == "kvferry"
     assert (await http.get("/health")).json() == {"status": "ok"}
-    assert (await http.get("/ready")).json() == {"ready": True, "missing": []}
-    assert (await http.get("/status")).json() == served.backend.state | {"requests_live": 0}
+    assert (await http.get("/status")).json() == served.backend.state | {"requests_live": 0, "ingress": "none"}
     served.backend.journals[77] = {"room": "77"}
     assert (await http.get("/rooms/77")).json() == {"room": "77"}
 
@@ -35,6 +35,35 @@ async def test_the_status_counts_the_requests_that_clients_still_hold(served: An
         assert (await http.get("/status")).json()["requests_live"] == 1
     await served.until(lambda: served.metrics.live._value.get() == 0)
     assert (await http.get("/status")).json()["requests_live"] == 0
+
+
+async def test_ready_by_a_handoff_that_no_client_sees(served: Any, http: httpx.AsyncClient) -> None:
+    """One token of the cheapest prompt, and then nothing more for a while; the client's series don't count it."""
+    served.answer_with(["x"], finish="length")
+    fact = {"ready": True, "missing": [], "busy": False, "handoff_age_s": 0.0}
+    for _ in range(2):
+        assert (await http.get("/ready")).json() == fact
+    (spec,) = served.backend.specs
+    assert spec.prompt_ids == (0,) and spec.sampling.max_tokens == 1
+    lines = (await http.get("/metrics")).text.splitlines()
+    for line in (
+        "kvferry_requests_live 0.0",
+        "kvferry_prompt_tokens_total 0.0",
+        "kvferry_generated_tokens_total 0.0",
+        "kvferry_time_to_first_token_seconds_count 0.0",
+        "kvferry_request_seconds_count 0.0",
+    ):
+        assert line in lines
+    assert not any(line.startswith("kvferry_requests_total{") for line in lines)
+
+
+async def test_not_ready_says_what_went_wrong(served: Any, http: httpx.AsyncClient) -> None:
+    cause = Cause("handoff_failed", "the transfer broke", leg="decode")
+    served.backend.on_submit = lambda spec: served.settle(spec, Outcome(77, False, cause))
+    response = await http.get("/ready")
+    assert response.status_code == 503 and response.headers["retry-after"] == "5"
+    assert response.json()["ready"] is False and response.json()["missing"] == []
+    assert "the transfer broke" in response.json()["error"]["message"]
 
 
 async def test_not_ready_says_what_is_missing(served: Any, http: httpx.AsyncClient) -> None:

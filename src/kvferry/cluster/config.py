@@ -33,7 +33,7 @@ from kvferry.actors.settings import (
     Settings,
     TransferSettings,
 )
-from kvferry.cluster.config_rules import check
+from kvferry.cluster.config_rules import HIDDEN, check
 from kvferry.protocol.errors import ConfigError
 
 IMPORT_PATH = "kvferry.serve.deployment:build"
@@ -67,6 +67,9 @@ class ApiSettings(Settings, frozen=True):
 
     `served_model_name`: the name clients use; None = `model.model`. A request whose room or decode is lost goes on in
     its next attempt: at most `max_attempts` in a row without a new token, and at most `recovery_s` seconds.
+
+    With `keys`, or a `keys_file` that the front reads (one key a line), clients must show one. `/ready` believes a
+    handoff for `ready_fresh_s`; its own, which it makes when there was none, may take `ready_limit_s`.
     """
 
     default_max_tokens: int = 512
@@ -74,13 +77,20 @@ class ApiSettings(Settings, frozen=True):
     served_model_name: str | None = None
     max_attempts: int = 3
     recovery_s: float = 30.0
+    keys: list[str] = msgspec.field(default_factory=list)
+    keys_file: str | None = None
+    ready_fresh_s: float = 5.0
+    ready_limit_s: float = 5.0
 
 
 class ClusterSettings(Settings, frozen=True):
-    """`slot_resource`: the custom Ray resource of which every rank takes one. `bind_host`: where links listen."""
+    """`slot_resource`: the custom Ray resource of which every rank takes one. `bind_host`: where links listen.
+    `ingress`: what `kvferry serve` puts in front of the front, Serve's own proxy or HAProxy.
+    """
 
     slot_resource: str = "kvferry_slot"
     bind_host: str = "127.0.0.1"
+    ingress: str = "serve"
 
 
 class Config(Settings, frozen=True):
@@ -99,6 +109,11 @@ class Config(Settings, frozen=True):
 
     def served_name(self) -> str:
         return self.api.served_model_name or self.model.model
+
+    def without_keys(self, shown: str | None = None) -> Config:
+        """For everybody but the front: no API keys, or `shown` in the place of each."""
+        keys = [] if shown is None else [shown] * len(self.api.keys)
+        return msgspec.structs.replace(self, api=msgspec.structs.replace(self.api, keys=keys))
 
     def to_bytes(self) -> bytes:
         return msgspec.json.encode(self)
@@ -220,6 +235,8 @@ def _known_keys(raw: Mapping[Any, Any], path: str, allowed: tuple[str, ...]) -> 
 
 
 def _unknown_key(path: str, key: str, value: object, allowed: tuple[str, ...]) -> ConfigError:
+    if "key" in key.lower():
+        value = HIDDEN  # `key:` for `keys:` is a mistake, too, and what stands there is a secret
     close = difflib.get_close_matches(key, allowed, 1)
     hint = f" (did you mean {close[0]}?)" if close else ""
     return ConfigError(f"{path}.{key}".lstrip("."), value, f"no such key{hint}; the keys here are {', '.join(allowed)}")
@@ -247,8 +264,11 @@ def _convert(raw: Any, struct: type[S], path: str) -> S:
         text, _, where = str(error).partition(" - at `$")
         steps = where.rstrip("`")
         value = raw
-        for step in re.findall(r"\w+", steps):
-            value = value[step]
+        if re.match(r"\.keys\b", steps):
+            value = HIDDEN
+        else:
+            for step in re.findall(r"\w+", steps):
+                value = value[step]
         expected = re.search(r"Expected `([^`]+)`", text)
         raise ConfigError(path + steps, value, _type_name(expected.group(1)) if expected else text) from None
 
@@ -264,5 +284,5 @@ def _known_in(raw: Any, struct: type[msgspec.Struct], path: str) -> None:
 
 def _type_name(name: str) -> str:
     names = {"int": "a whole number", "float": "a number", "str": "a string", "bool": "true or false"}
-    names |= {"object": "a mapping of keys to values", "str | null": "a string, or null"}
+    names |= {"object": "a mapping of keys to values", "str | null": "a string, or null", "array": "a list"}
     return names.get(name, name)

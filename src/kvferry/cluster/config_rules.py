@@ -74,7 +74,16 @@ RANGES: dict[str, Range] = {
     "api.max_body_bytes": Range(1024, 2**30, "bytes"),
     "api.max_attempts": Range(1, 100),
     "api.recovery_s": Range(0, 86_400, "seconds"),
+    "api.ready_fresh_s": Range(0, 3600, "seconds"),
+    "api.ready_limit_s": Range(0, 3600, "seconds", open_low=True),
 }
+
+#: What fits behind `Bearer ` in a header.
+API_KEY = re.compile(r"[!-~]{1,512}")
+API_KEY_RULE = "1 to 512 visible ASCII characters without blanks"
+
+#: Stands where a key would be shown.
+HIDDEN = "(hidden)"
 
 #: The only values of this version.
 CHOICES: dict[str, tuple[object, ...]] = {
@@ -84,6 +93,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "router.dp_choice": ("follow_bootstrap_room", "load"),
     "transfer.backend": ("ucx",),
     "model.dtype": ("float32", "bfloat16", "float16"),
+    "cluster.ingress": ("serve", "haproxy"),
 }
 
 #: Text that must look like something.
@@ -127,6 +137,9 @@ def _single(config: Config) -> Iterator[Complaint]:
             yield key, text, meaning
     if config.api.served_model_name is not None and not config.api.served_model_name.strip():
         yield "api.served_model_name", config.api.served_model_name, "a name, or null for model.model"
+    for index, key in enumerate(config.api.keys):
+        if not API_KEY.fullmatch(key):
+            yield f"api.keys[{index}]", HIDDEN, API_KEY_RULE
 
 
 def _chunk(config: Config) -> Iterator[Complaint]:
@@ -169,4 +182,11 @@ def _breaker(config: Config) -> Iterator[Complaint]:
         yield "router.breaker_open_max_s", router.breaker_open_max_s, allowed
 
 
-CONTRADICTIONS: tuple[Callable[[Config], Iterator[Complaint]], ...] = (_chunk, _running, _breaker, _silence, _poll)
+def _ingress(config: Config) -> Iterator[Complaint]:
+    if config.cluster.ingress == "haproxy" and config.http.host == "::":
+        yield "cluster.ingress", "haproxy", "serve, for http_options.host ::, which Ray makes IPv4 only for HAProxy"
+
+
+CONTRADICTIONS: tuple[Callable[[Config], Iterator[Complaint]], ...] = (
+    _chunk, _running, _breaker, _silence, _poll, _ingress,
+)  # fmt: skip

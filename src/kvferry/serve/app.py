@@ -1,4 +1,9 @@
-"""The Starlette application: routes, lifespan, and one shape for every error."""
+"""The Starlette application: routes, lifespan, and one shape for every error.
+
+When there are API keys, everything asks for one that is not in `OPEN`: all below `/v1`, but also `/status` and
+`/rooms`. They name no content, but hosts and processes, and who watches them learns how long prompts are and when.
+Open to everybody are the page, which shows nothing by itself, and what load balancers and Prometheus call.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +15,22 @@ from typing import Any
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from kvferry.obs.metrics import CONTENT_TYPE
-from kvferry.protocol.errors import Cause, KVFerryError, PeerError, Unavailable
+from kvferry.protocol.errors import KVFerryError, PeerError
 from kvferry.serve.asgi import JSON_TYPE
 from kvferry.serve.chat import CHAT
 from kvferry.serve.completions import COMPLETIONS
 from kvferry.serve.errors import NotFound, error_body, retry_after_header, status_body
 from kvferry.serve.exchange import Endpoint
 from kvferry.serve.front import Front
-from kvferry.serve.gateway import missing_text
+from kvferry.serve.keys import KeyGuard, Keys
+from kvferry.serve.page import chat_page
+from kvferry.serve.ready import Readiness
 from kvferry.serve.replies import ModelCard, ModelList
 
 #: Makes the front on the loop that will serve, and takes it down at the end.
@@ -30,33 +38,42 @@ FrontFactory = Callable[[], AbstractAsyncContextManager[Front]]
 
 MAX_ROOM = 2**63 - 1
 
+OPEN = frozenset({"/", "/health", "/ready", "/metrics"})
 
-def build_app(front_factory: FrontFactory) -> Starlette:
-    """The whole API. `front_factory` is entered when the server starts and left when it stops."""
+
+def build_app(front_factory: FrontFactory, keys: Keys | None = None, ingress: str = "") -> Starlette:
+    """The whole API. `front_factory` is entered when the server starts and left when it stops. `keys`: None opens it
+    to everybody. `ingress` is what stands in front of this application, for the status to say.
+    """
     executor = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with front_factory() as front:
-            app.state.front = front
+            app.state.front, app.state.ingress = front, ingress
+            app.state.readiness = Readiness(front, front.info.ready)
             try:
                 yield
             finally:
                 executor.shutdown(wait=False, cancel_futures=True)
 
     routes = [
+        Route("/", page),
         Route("/v1/chat/completions", Endpoint(CHAT, executor), methods=["POST"]),
         Route("/v1/completions", Endpoint(COMPLETIONS, executor), methods=["POST"]),
         Route("/v1/models", list_models),
         Route("/v1/models/{model:path}", show_model),
+        Route("/status", status),
+        Route("/rooms/{room}", room_journal),
         Route("/health", health),
         Route("/ready", ready),
         Route("/metrics", metrics),
-        Route("/rooms/{room}", room_journal),
-        Route("/status", status),
     ]
     handlers = {KVFerryError: on_error, HTTPException: on_http_error, Exception: on_exception}
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)  # type: ignore[arg-type]
+    guard = [Middleware(KeyGuard, keys=keys, open_paths=OPEN)] if keys else []
+    return Starlette(
+        routes=routes, middleware=guard, lifespan=lifespan, exception_handlers=handlers  # type: ignore[arg-type]
+    )  # fmt: skip
 
 
 def _json(body: Any, status_code: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -66,6 +83,11 @@ def _json(body: Any, status_code: int = 200, headers: Mapping[str, str] | None =
 def _front(request: Request) -> Front:
     front: Front = request.app.state.front
     return front
+
+
+async def page(_: Request) -> Response:
+    """The chat page, the same for everybody."""
+    return Response(*chat_page())
 
 
 async def list_models(request: Request) -> Response:
@@ -89,13 +111,17 @@ async def health(_: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """200 when every role is complete in the registry, else 503 with what is missing."""
-    roster = await _front(request).backend.roster()
-    if roster.ready:
-        return _json({"ready": True, "missing": []})
-    error = Unavailable(Cause("unavailable", f"not ready: {missing_text(roster)}", leg="front"))
-    body = {"ready": False, "missing": roster.missing, "error": error_body(error).error}
-    return _json(body, error.http_status, retry_after_header(error))
+    """200 when a handoff has just gone through (`kvferry.serve.ready`), else 503 with what is missing, or what went
+    wrong with the one that was tried."""
+    readiness: Readiness = request.app.state.readiness
+    report = await readiness.report()
+    body = {
+        "ready": report.ready, "missing": report.missing, "busy": report.busy, "handoff_age_s": report.handoff_age_s
+    }  # fmt: skip
+    if report.error is None:
+        return _json(body)
+    body["error"] = error_body(report.error).error
+    return _json(body, report.error.http_status, retry_after_header(report.error))
 
 
 async def metrics(request: Request) -> Response:
@@ -121,7 +147,8 @@ async def status(request: Request) -> Response:
     """The cluster's status; how many requests are open is the front's to say, since a client may still read the
     tokens of one whose room has ended."""
     front = _front(request)
-    return _json(await front.backend.status() | {"requests_live": front.requests_live})
+    ours = {"requests_live": front.requests_live, "ingress": request.app.state.ingress}
+    return _json(await front.backend.status() | ours)
 
 
 # --- Errors ----------------------------------------------------------------------------------------------------

@@ -16,9 +16,11 @@ from ray.serve.config import DeploymentActorConfig
 from starlette.applications import Starlette
 
 from kvferry.cluster.config import Config, from_args
+from kvferry.cluster.ingress import ingress_here
 from kvferry.cluster.names import CONTROLLER
 from kvferry.serve.app import build_app
 from kvferry.serve.front import Front
+from kvferry.serve.keys import load_keys
 
 if TYPE_CHECKING:
     from kvferry.engine.tokenizer import ChatTokenizer
@@ -40,10 +42,13 @@ def build(args: dict[str, Any]) -> Any:
 
     def make_app() -> Starlette:
         """Called once in each replica; only the configuration's bytes travel there."""
-        return build_app(lambda: open_front(Config.from_bytes(data)))
+        config = Config.from_bytes(data)
+        keys = load_keys(config.api.keys, config.api.keys_file)
+        return build_app(lambda: open_front(config), keys, ingress_here())
 
+    others = config.without_keys().to_bytes()
     controller = DeploymentActorConfig(
-        name=CONTROLLER, actor_class=RemoteController, init_args=(data,), actor_options={"num_cpus": 0}
+        name=CONTROLLER, actor_class=RemoteController, init_args=(others,), actor_options={"num_cpus": 0}
     )
     deployment: Any = serve.deployment(
         serve.ingress(make_app)(FrontReplica),
@@ -70,14 +75,15 @@ async def open_front(config: Config) -> AsyncIterator[Front]:
     from kvferry.obs.metrics import FrontMetrics
     from kvferry.obs.wall import unix_s
     from kvferry.serve.attempts import AttemptPolicy
-    from kvferry.serve.gateway import FrontInfo
+    from kvferry.serve.gateway import FrontInfo, ReadyPolicy
 
     clock, random = SystemClock(), SystemRandom()
     tokenizer, vocab_size = await asyncio.to_thread(_vocabulary, config.model.model)
     api = config.api
     attempts = AttemptPolicy(api.max_attempts, api.recovery_s)
+    ready = ReadyPolicy(api.ready_fresh_s, api.ready_limit_s, config.clocks.no_progress_s)
     info = FrontInfo(
-        config.served_name(), int(unix_s()), api.default_max_tokens, api.max_body_bytes, vocab_size, attempts
+        config.served_name(), int(unix_s()), api.default_max_tokens, api.max_body_bytes, vocab_size, attempts, ready
     )
     name = f"front-{random.bits(32):08x}"  # unlike other actors it is looked up by nobody, and there may be several
     network = await open_network(name, config.cluster.bind_host, config.links, clock, random)

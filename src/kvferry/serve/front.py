@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterator
 
 from kvferry.actors.ports import Clock, LostReason, Network, Random
 from kvferry.obs.metrics import FrontMetrics
@@ -47,11 +48,21 @@ class Front:
         self._serial = 0
         self._left: set[asyncio.Future[Outcome]] = set()  # attempts that were retracted before their room ended
         self._closing = False
+        self.handoff_s: float | None = None  # when the last room ended with a commit
+        self.heard_s: float | None = None  # when a decode last sent a token that was next
 
     @property
     def requests_live(self) -> int:
         """Requests whose client still waits or reads. One that is closed may stay in the books a little longer."""
-        return sum(not live.closed for live in self._requests.values())
+        return sum(1 for _ in self._held_by_clients())
+
+    @property
+    def waiting_since_s(self) -> float | None:
+        """When the oldest of them was opened."""
+        return min((live.opened_s for live in self._held_by_clients()), default=None)
+
+    def _held_by_clients(self) -> Iterator[LiveRequest]:
+        return (live for live in self._requests.values() if not live.closed and not live.probe)
 
     async def start(self) -> None:
         await self._network.start(self)
@@ -77,16 +88,20 @@ class Front:
         group: int = 0,
         samples: int = 1,
         news: asyncio.Event | None = None,
+        probe: bool = False,
     ) -> LiveRequest:
         """Open a request and its first attempt. The caller must `close` it with `close_request`. `group` and `samples`
-        are those of the RequestSpec, `news` is the LiveRequest's."""
+        are those of the RequestSpec, `news` is the LiveRequest's. A `probe` is our own: no client's request in the
+        metrics or the status.
+        """
         request = self.new_id()
         while request in self._requests:
             request = self.new_id()
         spec = RequestSpec(request, prompt_ids, sampling, self._network.address, group=group, samples=samples)
         live = LiveRequest(spec, self.clock.now_s(), self.info.attempts, news)
+        live.probe = probe
         self._requests[request] = live
-        self.metrics.live.inc()
+        self.metrics.live.inc(not probe)
         self._submit(live)
         return live
 
@@ -107,7 +122,7 @@ class Front:
         """The client needs nothing more: a request that is not over is aborted. Safe to call twice."""
         if not live.closed:
             live.closed = True
-            self.metrics.live.dec()
+            self.metrics.live.dec(not live.probe)
             if not live.stream.over:
                 live.stream.fail(Cause("cancelled", "the client has gone", leg="front"))
                 self._abandon(live)
@@ -130,6 +145,8 @@ class Front:
 
     def _outcome_came(self, live: LiveRequest, outcome: Outcome) -> None:
         live.outcome_came(outcome)
+        if outcome.ok:
+            self.handoff_s = self.clock.now_s()
         if live.stream.over:
             return
         if not outcome.ok and live.decode is not None:
@@ -233,6 +250,8 @@ class Front:
             live.sender_seen(peer, leg, token.room)
         if verdict is Verdict.TAKEN:
             live.wake()
+            if leg == "decode":
+                self.heard_s = self.clock.now_s()
         return verdict
 
     def _retracted(self, peer: Address, message: Retracted) -> None:

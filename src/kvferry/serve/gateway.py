@@ -45,6 +45,16 @@ class PromptEncoder(Protocol):
     def piece(self, token_id: int, /) -> TokenPiece: ...
 
 
+class ReadyPolicy(msgspec.Struct, frozen=True):
+    """What `/ready` believes, in seconds: a handoff of at most `fresh_s`, else one of its own within `limit_s`. While
+    clients wait here, the service counts as stuck after `stuck_s` without any sign of progress.
+    """
+
+    fresh_s: float = 5.0
+    limit_s: float = 5.0
+    stuck_s: float = 60.0
+
+
 class FrontInfo(msgspec.Struct, frozen=True):
     """What the API says about itself, and its own limits. `created` is in seconds since 1970.
 
@@ -57,6 +67,7 @@ class FrontInfo(msgspec.Struct, frozen=True):
     max_body_bytes: int = 4 * 1024 * 1024
     vocab_size: int = 0
     attempts: AttemptPolicy = AttemptPolicy()
+    ready: ReadyPolicy = ReadyPolicy()
 
 
 class Limits(msgspec.Struct, frozen=True):

@@ -24,13 +24,22 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvferry.cluster.config import Config
+from kvferry.cluster.ingress import prepared
 from kvferry.cluster.names import instance_names
 from kvferry.engine.packaged import PACKAGED_MODEL, packaged_gguf
 from kvferry.protocol.errors import ConfigError
 from kvferry.serve.deployment import build
+from kvferry.serve.keys import load_keys
 
 APPLICATION = "kvferry"
 POLL_S = 0.5
+
+#: What listens, by `cluster.ingress`, as `kvferry serve` says it.
+INGRESSES = {
+    "serve": "Ray Serve's proxy (cluster.ingress: haproxy is faster)",
+    "haproxy": "HAProxy; on the same address also listen the front itself (a port from 30000 to 31000) and Serve's "
+    "fallback proxy (a free port)",
+}
 
 console = Console(stderr=True)
 
@@ -39,11 +48,12 @@ def serve(config: Config, as_json: bool = False) -> None:
     """Start, print where it is (`as_json`: as one line of JSON), wait for SIGINT or SIGTERM, stop. Leaves no process
     and no port behind.
 
-    Raises ConfigError, before anything starts, for a model that isn't there or an address that can't be bound: in the
-    cluster either would only show as a start that never ends.
+    Raises ConfigError, before anything starts, for a model that isn't there, an address that can't be bound or a file
+    of keys that can't be read: in the cluster each would only show as a start that never ends.
     """
     check_model(config.model.model)
     check_address(config)
+    load_keys(config.api.keys, config.api.keys_file)
     stop = threading.Event()
 
     def ask_to_stop(*_: object) -> None:
@@ -87,6 +97,18 @@ def check_address(config: Config) -> None:
 def local_cluster(config: Config, quiet: bool = True) -> Iterator[str]:
     """A Ray cluster of this machine with the application deployed on it; yields the base URL. Used by tests too."""
     _quiet() if quiet else None
+    with prepared(config), _ray(config, quiet):
+        http_options: Any = {"host": config.http.host, "port": config.http.port, "location": "HeadOnly"}
+        ray_serve.start(http_options=http_options)
+        args = msgspec.to_builtins(config)
+        args.pop("http")
+        ray_serve.run(build(args), name=APPLICATION, route_prefix="/", blocking=False, _local_testing_mode=False)
+        yield base_url(config)
+
+
+@contextmanager
+def _ray(config: Config, quiet: bool) -> Iterator[None]:
+    """Ray on this machine; at the end Serve and Ray are shut down."""
     slots = len(instance_names(config))
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     # The dashboard would bind one more port, and nothing here needs it.
@@ -103,12 +125,7 @@ def local_cluster(config: Config, quiet: bool = True) -> Iterator[str]:
         # Ray has put its own handlers over SIGTERM: one dumps a stack and aborts the process 3 s later.
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        http_options: Any = {"host": config.http.host, "port": config.http.port, "location": "HeadOnly"}
-        ray_serve.start(http_options=http_options)
-        args = msgspec.to_builtins(config)
-        args.pop("http")
-        ray_serve.run(build(args), name=APPLICATION, route_prefix="/", blocking=False, _local_testing_mode=False)
-        yield base_url(config)
+        yield
     finally:
         # A second Ctrl-C while this runs must not leave half of it behind.
         previous = [signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)]
@@ -148,18 +165,19 @@ def base_url(config: Config) -> str:
 
 
 def _wait_ready(config: Config, stop: threading.Event) -> bool:
-    """Poll `/ready`, showing what is still missing. False when asked to stop meanwhile."""
+    """Poll `/ready` until every instance is there and a handoff goes through, showing what is still missing. False when
+    asked to stop meanwhile."""
     url, told = base_url(config), ""
-    with httpx.Client(timeout=5.0) as client, console.status("starting") as spinner:
+    with httpx.Client(timeout=config.api.ready_limit_s + 5.0) as client, console.status("starting") as spinner:
         while not stop.wait(POLL_S):
             try:
                 answer = client.get(f"{url}/ready")
             except httpx.HTTPError as error:
                 spinner.update(f"waiting for {url}: {type(error).__name__}")
                 continue
-            if answer.status_code == 200:
-                return True
             missing = _missing(answer)
+            if answer.status_code == 200 and not missing:
+                return True
             spinner.update(f"loading the model and registering: {escape(missing)}")
             if "could not start" in missing and missing != told:
                 told = missing  # also where no spinner shows; Ray goes on trying
@@ -170,7 +188,9 @@ def _wait_ready(config: Config, stop: threading.Event) -> bool:
 def _missing(answer: httpx.Response) -> str:
     try:
         body = answer.json()
-        return "; ".join(body["missing"]) if body.get("missing") else str(body["error"]["message"])
+        if body["missing"] or body["ready"]:
+            return "; ".join(body["missing"])
+        return str(body["error"]["message"])
     except (ValueError, KeyError, AttributeError):
         return f"HTTP {answer.status_code}"
 
@@ -180,11 +200,14 @@ def _say_hello(config: Config, as_json: bool, out: TextIO) -> None:
     pairs = f"{config.prefill.instances} prefill + {config.decode.instances} decode"
     hello = f"[bold green]KVFerry serves {config.served_name()} at {url}/v1[/bold green]"
     console.print(f"{hello} ({pairs}); Ctrl-C stops it")
+    console.print(f"a page to chat with it: {url}/")
+    console.print(f"ingress: {INGRESSES[config.cluster.ingress]}")
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     body = json.dumps({"model": config.served_name(), "temperature": 0, "messages": messages})
-    curl = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
-    line = json.dumps({"url": url, "model": config.served_name(), "curl": curl}) if as_json else curl
-    print(line, file=out, flush=True)
+    key = ' -H "Authorization: Bearer $KVFERRY_API_KEY"' if config.api.keys or config.api.keys_file else ""
+    curl = f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    facts = {"url": url, "model": config.served_name(), "ingress": config.cluster.ingress, "curl": curl}
+    print(json.dumps(facts) if as_json else curl, file=out, flush=True)
 
 
 def _quiet() -> None:

@@ -35,6 +35,7 @@ class LiveRequest:
         self.decode: Address | None = None
         self.retry_after_s = 0.0
         self.closed = False
+        self.probe = False  # the front's own, not a client's
         self._news = news or asyncio.Event()
 
     @property
