@@ -97,6 +97,12 @@ class Room:
         self.journal.outcome = {"ok": False, "cause": cause.text()}
         self._resolve(cause)
 
+    @property
+    def code(self) -> str:
+        """Of the cause that the room ended by."""
+        cause = self.machine.cause
+        return "handoff_failed" if cause is None else cause.code
+
     def is_leg(self, peer: Address) -> bool:
         return any(peer.incarnation == leg.incarnation for leg in self._addresses.values())
 

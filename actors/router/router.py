@@ -20,7 +20,9 @@ from kvferry.actors.router.retry_after import RetryAfter
 from kvferry.actors.router.view import Ask
 from kvferry.actors.settings import ClockSettings, RouterSettings
 from kvferry.memory.admission import refusal
+from kvferry.obs.rooms import RoomStatistics
 from kvferry.protocol.errors import Cause
+from kvferry.protocol.kvpoll import KVPoll
 from kvferry.protocol.messages import (
     AbortAck,
     Address,
@@ -74,6 +76,7 @@ class Router(Actor):
         self._backend = backend
         self._limits = limits.limits()
         self._redial_at_s = 0.0
+        self._statistics = RoomStatistics()
         self._durations_s: deque[float] = deque(maxlen=64)
         self._policy = POLICIES[settings.policy]
         self.fleet = Fleet(network.is_up)
@@ -119,6 +122,7 @@ class Router(Actor):
             "instances": self.fleet.status(now_s),
             "breakers": self.breakers.status(names, now_s),
             "breakers_opened": self.breakers.opened,
+            "rooms": self._statistics.as_object(),
         }
 
     # --- items ---
@@ -307,6 +311,7 @@ class Router(Actor):
             guest.room.crashed(cause)
         self.fleet.over(room_id, *guest.pair, guest.committed)
         self._durations_s.append(now_s - guest.began_s)
-        self.ended[room_id] = guest.room.journal.as_object(now_s)
+        journal = self.ended[room_id] = guest.room.journal.as_object(now_s)
+        self._statistics.ended(journal, "" if guest.room.machine.kvpoll is KVPoll.SUCCESS else guest.room.code)
         while len(self.ended) > self.settings.journal_rooms:
             self.ended.popitem(last=False)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.actors.leader import Leader
 from kvferry.actors.router.router import Router
 from kvferry.actors.settings import LinkSettings
 from kvferry.obs.metrics import FrontMetrics
@@ -51,7 +52,15 @@ class DirectBackend:
         return self._system.router.roster
 
     async def status(self) -> dict[str, Any]:
-        return {}
+        """As the Ray backend puts it together."""
+        routers = self._system.routers()
+        leaders = [p.actor for p in self._system.processes.values() if isinstance(p.actor, Leader)]
+        return {
+            "instances": [await leader.status() for leader in leaders],
+            "routers": [await router.status() for router in routers],
+            "rooms_live": sum(len(router.guests) for router in routers),
+            "requests_live": 0,
+        }
 
     async def room(self, room: int) -> dict[str, Any] | None:
         for router in self._system.routers():

@@ -17,12 +17,12 @@ from kvferry.serve.live import LiveRequest
 
 
 class Choice:
-    """One request, its place in the answer, and when its last token came."""
+    """One request, its place in the answer, and when its first and its last token came."""
 
-    __slots__ = ("index", "last_token_s", "live")
+    __slots__ = ("first_token_s", "index", "last_token_s", "live")
 
     def __init__(self, index: int, live: LiveRequest) -> None:
-        self.index, self.live, self.last_token_s = index, live, 0.0
+        self.index, self.live, self.first_token_s, self.last_token_s = index, live, 0.0, 0.0
 
 
 class Choices:
@@ -121,9 +121,11 @@ class Choices:
         later = len(tokens)
         if tokens[0].index == 0:
             metrics.first_token.observe(now_s - choice.live.opened_s)
-            choice.last_token_s, later = now_s, len(tokens) - 1
+            choice.first_token_s = choice.last_token_s = now_s
+            later -= 1
         for _ in range(later):
             metrics.inter_token.observe((now_s - choice.last_token_s) / later)
         choice.last_token_s = now_s
         if tokens[-1].finish_reason:
+            metrics.generation.observe(now_s - choice.first_token_s)
             metrics.request_time.observe(now_s - choice.live.opened_s)

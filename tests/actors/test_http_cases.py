@@ -1,4 +1,4 @@
-"""Case 19 at the API: the only decode is killed and nothing takes its place (virtual time, the ASGI app itself)."""
+"""Cases of real bug reports at the API, on virtual time: the ASGI app itself in front of simulated actors."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.serve.app import build_app
 from kvferry.serve.front import Front
@@ -136,3 +137,66 @@ def test_case_19_the_whole_answer_fails_as_a_whole(client_of: Any, wait_until: A
             assert response.status == 502 and list(json.loads(response.body)) == ["error"]
 
     run(main())
+
+
+async def get(app: Any, path: str) -> str:
+    """The text of a GET."""
+    response = Response()
+    scope = {
+        "type": "http", "method": "GET", "path": path, "raw_path": path.encode(), "query_string": b"", "headers": [],
+        "http_version": "1.1", "scheme": "http", "server": ("test", 80), "client": ("test", 1), "root_path": "",
+        "app": app,
+    }  # fmt: skip
+
+    async def receive() -> Any:
+        return await asyncio.Event().wait()
+
+    await app(scope, receive, response.send)
+    assert response.status == 200
+    return response.body.decode()
+
+
+def test_case_52_what_is_counted_is_what_happened(client_of: Any, wait_until: Any) -> None:
+    """Case 52: ten good answers, one refused request and one whose prefill dies; the scrape says exactly that, the
+    stages add up to the whole, and no series that the run must have fed stands at zero.
+    """
+
+    async def main() -> str:
+        async with SimSystem(SimOptions()) as system:
+            client = await client_of(system)
+            app = app_of(client.front)
+            answers = [Response() for _ in range(10)]
+            await asyncio.gather(*(post(app, answer, max_tokens=9) for answer in answers))
+            assert [answer.status for answer in answers] == [200] * 10
+            refused, lost = Response(), Response()
+            await post(app, refused, max_tokens=10**6)
+            losing = asyncio.create_task(post(app, lost, max_tokens=9))
+            await wait_until(lambda: bool(system.prefill().rooms))
+            system.kill("prefill-0")
+            await losing
+            assert (refused.status, lost.status) == (400, 502)
+            assert await system.settle(20)
+            return await get(app, "/metrics")
+
+    families = list(text_string_to_metric_families(run(main())))
+    value: dict[str, float] = {}
+    for sample in (sample for family in families for sample in family.samples):
+        for key in (sample.name, *(f"{sample.name} {label}" for label in sample.labels.values())):
+            value[key] = value.get(key, 0.0) + sample.value
+    assert value["kvferry_requests_total"] == 12 and value["kvferry_requests_total 200"] == 10
+    assert value["kvferry_requests_total 400"] == value["kvferry_requests_total 502"] == 1
+    for name in ("time_to_first_token", "generation", "request"):
+        assert value[f"kvferry_{name}_seconds_count"] == 10
+    assert value["kvferry_inter_token_seconds_count"] == 10 * 8
+    stages_s = value["kvferry_time_to_first_token_seconds_sum"] + value["kvferry_generation_seconds_sum"]
+    assert stages_s == pytest.approx(value["kvferry_request_seconds_sum"])
+    assert value["kvferry_inter_token_seconds_sum"] == pytest.approx(value["kvferry_generation_seconds_sum"])
+    assert value["kvferry_rooms_total committed"] == 10 and value["kvferry_rooms_total peer_lost"] == 1
+    assert value["kvferry_room_phase_seconds_count TRANSFERRING"] >= 10
+    assert value["kvferry_prompt_tokens_total"] == 11 * 60 and value["kvferry_generated_tokens_total"] == 10 * 9
+    fed_by_this_run = {family.name for family in families} - {
+        "kvferry_requests_live", "kvferry_rooms_live", "kvferry_retractions", "kvferry_attempts_failed",
+        "kvferry_events", "kvferry_queue_length",
+    }  # fmt: skip
+    for name in fed_by_this_run:
+        assert any(value[key] > 0 for key in value if key.startswith(name)), name
