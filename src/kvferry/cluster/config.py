@@ -77,7 +77,9 @@ class ApiSettings(Settings, frozen=True):
 
 
 class ClusterSettings(Settings, frozen=True):
-    """`slot_resource`: the custom Ray resource of which every rank takes one. `bind_host`: where links listen."""
+    """`slot_resource`: the custom Ray resource of which every rank takes one. `bind_host`: where links listen, and
+    where KV goes over tcp: an address, or "node" for the one by which Ray knows each node.
+    """
 
     slot_resource: str = "kvferry_slot"
     bind_host: str = "127.0.0.1"

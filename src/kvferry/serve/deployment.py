@@ -17,6 +17,7 @@ from starlette.applications import Starlette
 
 from kvferry.cluster.config import Config, from_args
 from kvferry.cluster.names import CONTROLLER
+from kvferry.cluster.placement import ON_HEAD
 from kvferry.serve.app import build_app
 from kvferry.serve.front import Front
 
@@ -42,14 +43,15 @@ def build(args: dict[str, Any]) -> Any:
         """Called once in each replica; only the configuration's bytes travel there."""
         return build_app(lambda: open_front(Config.from_bytes(data)))
 
+    on_head = {"num_cpus": 0, "resources": ON_HEAD}
     controller = DeploymentActorConfig(
-        name=CONTROLLER, actor_class=RemoteController, init_args=(data,), actor_options={"num_cpus": 0}
+        name=CONTROLLER, actor_class=RemoteController, init_args=(data,), actor_options=on_head
     )
     deployment: Any = serve.deployment(
         serve.ingress(make_app)(FrontReplica),
         name="front",
         num_replicas=1,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options=on_head,
         max_ongoing_requests=max(MAX_ONGOING_REQUESTS, 2 * config.router.max_requests),
         health_check_period_s=5.0,  # Serve calls into the replica: one whose loop hangs is replaced
         health_check_timeout_s=30.0,
