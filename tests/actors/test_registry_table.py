@@ -126,3 +126,19 @@ def test_one_process_holds_one_place() -> None:
     register(table, rank("prefill-0", 5, tp_size=2))
     refused = table.refuse(rank("prefill-0", 5, tp_size=2, tp_rank=1))
     assert refused is not None and not refused.retry and "prefill-0" in refused.reason
+
+
+def test_ranks_that_share_memory_are_on_one_host() -> None:
+    table, far = RankTable(one_host=True), Address("decode-0", "tcp://10.0.0.2:7000", 2, "other", 10)
+    register(table, rank("prefill-0", 1))
+    register(table, rank("decode-1", 3))
+    refusal = table.refuse(rank("decode-0", 2, address=far))
+    assert refusal is not None and not refusal.retry
+    assert refusal.reason == (
+        "transfer.transports is host, which works within one host, but decode-0 is at tcp://10.0.0.2:7000, "
+        "prefill-0 at sim://prefill-0; set it to tcp"
+    )
+    assert table.refuse(rank("unified-0", 4, address=msgspec.structs.replace(far, incarnation=4))) is None
+    anywhere = RankTable()
+    register(anywhere, rank("prefill-0", 1))
+    register(anywhere, rank("decode-0", 2, address=far))

@@ -96,6 +96,8 @@ def test_the_message_has_path_value_and_what_is_allowed(tmp_path: Path) -> None:
         ({"decode": {"pool_pages": 31}}, "decode.max_running", 32, ["at most decode.pool_pages (31)"]),
         ({"links": {"silence_s": 2.0}}, "links.silence_s", 2.0, ["more than twice links.heartbeat_s (1)"]),
         ({"links": {"resend_s": 10.0}}, "links.resend_s", 10.0, ["less than links.silence_s (10)"]),
+        ({"cluster": {"bind_host": "0.0.0.0"}}, "cluster.bind_host", "0.0.0.0", ["node", "one address"]),
+        ({"cluster": {"bind_host": "::"}}, "cluster.bind_host", "::", ["node"]),
         ({"transfer": {"poll_idle_ms": 0.5}}, "transfer.poll_idle_ms", 0.5, ["at least poll_busy_ms (1)"]),
     ],
 )

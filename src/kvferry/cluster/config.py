@@ -84,7 +84,8 @@ class ApiSettings(Settings, frozen=True):
 
 
 class ClusterSettings(Settings, frozen=True):
-    """`slot_resource`: the custom Ray resource of which every rank takes one. `bind_host`: where links listen.
+    """`slot_resource`: the custom Ray resource of which every rank takes one. `bind_host`: where links listen, and
+    where KV goes over tcp: an address, or "node" for the one by which Ray knows each node.
     `ingress`: what `kvferry serve` puts in front of the front, Serve's own proxy or HAProxy.
     """
 

@@ -101,7 +101,8 @@ PATTERNS: dict[str, tuple[re.Pattern[str], str]] = {
     "http.host": (re.compile(r"\S+"), "a host name or an IP address"),
     "model.model": (re.compile(r".*\S.*"), "the packaged model's name, a local directory, or a hub id"),
     "cluster.slot_resource": (re.compile(r"[A-Za-z]\w*"), "the name of a Ray resource (letters, digits, _)"),
-    "cluster.bind_host": (re.compile(r"\S+"), "a host name or an IP address"),
+    # A peer could not dial a wildcard.
+    "cluster.bind_host": (re.compile(r"(?!(0\.0\.0\.0|::|\*)$)\S+"), "node, or one address or name of this host"),
     "transfer.transports": (re.compile(r"\^?[a-z0-9_]+(,[a-z0-9_]+)*"), "host, tcp, or a list for UCX_TLS"),
 }
 

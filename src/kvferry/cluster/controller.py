@@ -12,6 +12,7 @@ import ray
 from kvferry.cluster.config import Config
 from kvferry.cluster.host import Host
 from kvferry.cluster.names import NAMESPACE, all_names
+from kvferry.cluster.placement import actor_options
 
 #: A submit call stays open as long as its room: many calls per router at once.
 CONCURRENT_CALLS = 4096
@@ -27,12 +28,11 @@ class Controller:
         self.hosts = {name: self._start(role, name, config) for role, name in all_names(self._config)}
 
     def _start(self, role: str, name: str, config: bytes) -> Any:
-        resources = {self._config.cluster.slot_resource: 1} if role in ("prefill", "decode") else {}
         return RemoteHost.options(
             name=name,
             namespace=NAMESPACE,
             num_cpus=0,
-            resources=resources,
+            **actor_options(role, self._config, ray.nodes()),
             max_restarts=-1,
             max_task_retries=0,
             max_concurrency=CONCURRENT_CALLS,

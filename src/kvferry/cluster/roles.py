@@ -17,8 +17,8 @@ from kvferry.actors.router.router import Router
 from kvferry.actors.unified.unified import Unified
 from kvferry.cluster.clock import SystemClock, SystemRandom
 from kvferry.cluster.config import Config
-from kvferry.cluster.names import NAMESPACE
-from kvferry.cluster.network import open_network
+from kvferry.cluster.names import NAMESPACE, REGISTRY
+from kvferry.cluster.network import check_reachable, open_network, own_host
 from kvferry.engine.contract import Engine
 from kvferry.engine.loader import Loaded, load
 from kvferry.engine.text import TokenizerTexts
@@ -44,16 +44,27 @@ async def build_role(role: str, name: str, config: Config) -> Actor | Unified:
     """The actor of `role`, ready to run; models are loaded and memory registered off the loop."""
     if role == "unified":
         return await _unified(config)
+    if role != "registry":
+        await _check_reachable(config)
     clock, random = SystemClock(), SystemRandom()
     network = await open_network(name, config.cluster.bind_host, config.links, clock, random)
     mailbox = config.links.mailbox
     if role == "registry":
         wanted = {"prefill": config.prefill.instances, "decode": config.decode.instances}
-        return Registry(network, clock, mailbox, wanted)
+        return Registry(network, clock, mailbox, wanted, one_host=config.transfer.transports == "host")
     if role == "router":
         backend = f"{config.transfer.backend}/{config.transfer.transports}"
         return Router(network, clock, mailbox, random, resolve, config.router, config.clocks, backend)
     return await _leader(role, name, config, network, resolve)
+
+
+async def _check_reachable(config: Config) -> None:
+    """Raises ConfigError when the registry, and with it everything else, can't be reached from this host."""
+    try:
+        registry = await resolve(REGISTRY)
+    except LookupError:
+        return  # it is being started again; the links find out
+    check_reachable(config.cluster.bind_host, registry)
 
 
 async def _unified(config: Config) -> Unified:
@@ -103,6 +114,7 @@ async def _endpoint(config: Config, engine: Engine, network: Network, inbox: OnN
     return await asyncio.to_thread(
         make_endpoint,
         config.transfer,
+        host=own_host(config.cluster.bind_host),
         regions=engine.regions(),
         incarnation=network.address.incarnation,
         on_notify=inbox,

@@ -40,7 +40,7 @@ def show_status(status: Mapping[str, Any]) -> RenderableType:
     for name in PAGE_STATES:
         pages.add_column(name, justify="right")
     for instance in status["instances"]:
-        ranks = "\n".join(f"{rank['rank']}: pid {rank['pid']}" for rank in instance["ranks"])
+        ranks = "\n".join(f"{rank['rank']}: pid {rank['pid']}{_where(rank)}" for rank in instance["ranks"])
         queues = "\n".join(f"{name} {length}" for name, length in instance["queues"].items())
         cells = [instance["id"], instance["role"], instance["incarnation"] or "-", ranks or "does not answer", queues]
         who.add_row(*map(str, cells))
@@ -110,6 +110,12 @@ def _events(journal: Mapping[str, Any]) -> RenderableType:
 
 def _ms(duration_s: float) -> str:
     return f"{duration_s * 1000:.1f} ms"
+
+
+def _where(rank: Mapping[str, Any]) -> str:
+    """The rank's host, by its address; on one host, where links use the loopback device, there is nothing to tell."""
+    host = str(rank.get("endpoint", "")).removeprefix("tcp://").rpartition(":")[0]
+    return f" on {host}" if host and not host.startswith("127.") else ""
 
 
 def _plain(value: object) -> str:

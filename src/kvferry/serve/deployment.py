@@ -18,6 +18,7 @@ from starlette.applications import Starlette
 from kvferry.cluster.config import Config, from_args
 from kvferry.cluster.ingress import ingress_here
 from kvferry.cluster.names import CONTROLLER
+from kvferry.cluster.placement import ON_HEAD
 from kvferry.serve.app import build_app
 from kvferry.serve.front import Front
 from kvferry.serve.keys import load_keys
@@ -47,14 +48,15 @@ def build(args: dict[str, Any]) -> Any:
         return build_app(lambda: open_front(config), keys, ingress_here())
 
     others = config.without_keys().to_bytes()
+    on_head = {"num_cpus": 0, "resources": ON_HEAD}
     controller = DeploymentActorConfig(
-        name=CONTROLLER, actor_class=RemoteController, init_args=(others,), actor_options={"num_cpus": 0}
+        name=CONTROLLER, actor_class=RemoteController, init_args=(others,), actor_options=on_head
     )
     deployment: Any = serve.deployment(
         serve.ingress(make_app)(FrontReplica),
         name="front",
         num_replicas=1,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options=on_head,
         max_ongoing_requests=max(MAX_ONGOING_REQUESTS, 2 * config.router.max_requests),
         health_check_period_s=5.0,  # Serve calls into the replica: one whose loop hangs is replaced
         health_check_timeout_s=30.0,

@@ -40,6 +40,7 @@ class _Settings(Protocol):
 def make_endpoint(
     settings: _Settings,
     *,
+    host: str,
     regions: tuple[Region, ...],
     incarnation: int,
     on_notify: OnNotify,
@@ -48,7 +49,7 @@ def make_endpoint(
     sleep: Callable[[float], Awaitable[None]],
     generation: int = 0,
 ) -> Endpoint:
-    """The endpoint that `settings` ask for; `sleep` drives injected faults only.
+    """The endpoint that `settings` ask for; peers reach this process at `host`; `sleep` drives injected faults only.
 
     Blocks until the backend's agent has started (0.1 to 1 s), so call it in a thread if the loop is at work.
     Raises ConfigError for an unknown backend and TransferError when the backend can't start.
@@ -62,6 +63,7 @@ def make_endpoint(
         loop=loop,
         now_s=now_s,
         transports=settings.transports,
+        host=host,
         batch_bytes=settings.batch_bytes,
         poll_busy_ms=settings.poll_busy_ms,
         poll_idle_ms=settings.poll_idle_ms,

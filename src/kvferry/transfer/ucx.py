@@ -41,6 +41,8 @@ def agent_name(incarnation: int, generation: int) -> str:
 class UcxEndpoint:
     """`Endpoint` over UCX. Raises TransferError when UCX gives no agent over `transports`.
 
+    Over tcp, peers reach it at `host`, an address of this machine.
+
     Construction waits for the agent to start, 0.1 to 1 s: do it in a thread if the loop has other work by then.
     The regions' memory must stay mapped until `close` has returned. A cancelled write that still waits behind
     others ends at once; all other writes to one peer end in order.
@@ -55,6 +57,7 @@ class UcxEndpoint:
         loop: asyncio.AbstractEventLoop,
         now_s: Callable[[], float],
         transports: str = "host",
+        host: str = "127.0.0.1",
         batch_bytes: int = 8 * 1024 * 1024,
         poll_busy_ms: float = 1.0,
         poll_idle_ms: float = 20.0,
@@ -70,6 +73,7 @@ class UcxEndpoint:
         self._driver = Driver(
             name=self._agent,
             transports=transports,
+            host=host,
             batch_bytes=batch_bytes,
             poll_busy_ms=poll_busy_ms,
             poll_idle_ms=poll_idle_ms,

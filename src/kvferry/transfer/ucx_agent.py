@@ -3,7 +3,9 @@
 UCX picks transports by itself unless told, and the proofs of quiescence depend on the transport, so UCX_TLS and
 the device are pinned here. "host" is CMA (one process copies into another's memory through the kernel) for the
 bytes; notifications, connection set-up and failure detection go over tcp on the loopback device, because UCX's
-shared-memory transports can't report the death of a peer and NIXL asks for that.
+shared-memory transports can't report the death of a peer and NIXL asks for that. "tcp" takes the device that has
+the address on which this process is reached: with two devices UCX would spread each write over both, and a peer may
+reach only one of them.
 """
 
 from __future__ import annotations
@@ -19,13 +21,18 @@ import msgspec
 import numpy as np
 
 from kvferry.transfer.contract import Descriptor, Proofs, Region, TransferError
+from kvferry.transfer.devices import device_of
 from kvferry.transfer.spans import region_bytes
 
 BACKEND = "ucx"
 
 
+#: In place of a device: the one that has the endpoint's own address.
+OWN_DEVICE = "own"
+
+
 class Transport(msgspec.Struct, frozen=True):
-    """UCX_TLS and UCX_NET_DEVICES ("" = not pinned), and what they can prove."""
+    """UCX_TLS and UCX_NET_DEVICES ("" = not pinned, or `OWN_DEVICE`), and what they can prove."""
 
     tls: str
     devices: str
@@ -36,7 +43,7 @@ class Transport(msgspec.Struct, frozen=True):
 #: Over tcp a dead writer's bytes may wait in our socket: its exit proves nothing until our agent is gone.
 TRANSPORTS = {
     "host": Transport("cma,tcp,self", "lo", Proofs(drained=True, exited=True, revoked=False)),
-    "tcp": Transport("tcp", "lo", Proofs(drained=True, exited=False, revoked=True)),
+    "tcp": Transport("tcp", OWN_DEVICE, Proofs(drained=True, exited=False, revoked=True)),
 }
 
 
@@ -64,8 +71,9 @@ def nixl_errors() -> tuple[type[Exception], ...]:
     return tuple(kind for kind in bindings.values() if isinstance(kind, type) and issubclass(kind, Exception))
 
 
-def open_agent(name: str, transports: str, regions: Sequence[Region]) -> tuple[Any, Any, bytes]:
-    """A new agent with all regions registered: (agent, registration, `Descriptor.metadata`).
+def open_agent(name: str, transports: str, host: str, regions: Sequence[Region]) -> tuple[Any, Any, bytes]:
+    """A new agent with all regions registered: (agent, registration, `Descriptor.metadata`). `host` is the address on
+    which peers reach this process.
 
     Sets the process's environment for UCX, which reads it when the agent is made. A level of logging that is set
     already stays: errors reach us as exceptions, and UCX would print each of them as well.
@@ -74,7 +82,7 @@ def open_agent(name: str, transports: str, regions: Sequence[Region]) -> tuple[A
         chosen = transport(transports)
         os.environ["UCX_TLS"] = chosen.tls
         if chosen.devices:
-            os.environ["UCX_NET_DEVICES"] = chosen.devices
+            os.environ["UCX_NET_DEVICES"] = device_of(host) if chosen.devices == OWN_DEVICE else chosen.devices
         os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
         os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
         # Not `import nixl`: that imports torch and picks the build for the newest CUDA.

@@ -78,6 +78,7 @@ class Driver:
         *,
         name: str,
         transports: str,
+        host: str,
         batch_bytes: int,
         poll_busy_ms: float,
         poll_idle_ms: float,
@@ -88,7 +89,7 @@ class Driver:
     ) -> None:
         self.commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._name = name
-        self._transports = transports
+        self._transports, self._host = transports, host
         self._piece_bytes = max(1, batch_bytes // PIECES)
         self._busy_s, self._idle_s = poll_busy_ms / 1000, poll_idle_ms / 1000
         self._regions = regions
@@ -110,7 +111,7 @@ class Driver:
         """The thread's whole life. `on_ready`, called here, gets the descriptor's metadata, or why there is none."""
         ready: bytes | TransferError
         try:
-            self._agent, self._registration, ready = open_agent(self._name, self._transports, self._regions)
+            self._agent, self._registration, ready = open_agent(self._name, self._transports, self._host, self._regions)
             self._errors = nixl_errors()
         except Exception as error:  # noqa: BLE001  (whatever it is, the endpoint's loop must hear of it)
             self._failure = f"{self._name}: no agent over {self._transports!r}: {describe(error)}"
