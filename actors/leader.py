@@ -14,6 +14,7 @@ import msgspec
 
 from kvferry.actors.actor import Actor
 from kvferry.actors.forward import Forward
+from kvferry.actors.leaving import DrainRequested, Leaving
 from kvferry.actors.leg_room import LegRoom
 from kvferry.actors.load import LoadReports
 from kvferry.actors.membership import Membership, RegistryFound
@@ -23,8 +24,8 @@ from kvferry.actors.settings import ClockSettings
 from kvferry.engine.contract import Engine, StepPlan, StepResult, TextFactory
 from kvferry.memory.ledger import PageLedger
 from kvferry.protocol.clocks import Clocks, Wait
-from kvferry.protocol.errors import Cause
-from kvferry.protocol.kvpoll import STICKY
+from kvferry.protocol.errors import Cause, Draining
+from kvferry.protocol.kvpoll import STICKY, KVPoll
 from kvferry.protocol.messages import (
     Address,
     Failed,
@@ -84,6 +85,7 @@ class Leader(Actor, Generic[R]):
     ROOM_LOST: Any = None
     PEER_LOST: Any = None
     FRONT_LOST: Any = None
+    FAIL: Any = None
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts.network, parts.clock, parts.mailbox)
@@ -98,6 +100,7 @@ class Leader(Actor, Generic[R]):
         self.membership = Membership(self.network, parts.resolve, Register(self.info), self.spawn, self._mailbox.put)
         self.reports = LoadReports(self.network, self.load)
         self.refusal: str | None = None
+        self.leaving = Leaving(self.info.instance, self.role)
         self._progress_at_s = 0.0
         self._on_message = {
             Stop: self._stop, Registered: self._registered, RegistrationRefused: self._registration_refused,
@@ -118,6 +121,8 @@ class Leader(Actor, Generic[R]):
             case StepDone(plan, result):
                 self.forward.finished(plan.step)
                 self.step_finished(plan, result)
+            case DrainRequested(limit_s):
+                self._leave_within(limit_s)
             case _:
                 super().receive(item)
 
@@ -159,6 +164,8 @@ class Leader(Actor, Generic[R]):
 
     def place_refused(self, room: int) -> Cause | None:
         """Why no room can be opened here now, or None."""
+        if self.leaving:
+            return self.leaving.refusal(room)
         if room in self.rooms:
             return Cause("handoff_failed", "the room is open here already", self.role, room=room)
         if len(self.rooms) >= self.max_rooms:
@@ -258,6 +265,8 @@ class Leader(Actor, Generic[R]):
         self.membership.tick(now_s)
         self.forward.check(now_s)
         self._check_clocks(now_s)
+        if self.leaving.time_is_over(not self.rooms and self.membership.accepted, now_s):
+            self.hand_over()
         if now_s >= self._progress_at_s:
             self._progress_at_s = now_s + PROGRESS_EVERY_S
             self.report_progress()
@@ -272,6 +281,31 @@ class Leader(Actor, Generic[R]):
     def report_progress(self) -> None:
         """Once a second: tell each waiting room and its other leg where it stands."""
         raise NotImplementedError
+
+    # --- leaving ---
+
+    async def drain(self, limit_s: float) -> None:
+        """A call: take no new rooms, finish those that are here within `limit_s`, then hand them over."""
+        self._mailbox.put(DrainRequested(limit_s))
+
+    async def drained(self) -> dict[str, Any]:
+        """How far that is (`Leaving.state`)."""
+        return self.leaving.state(len(self.rooms), self.clock.now_s())
+
+    def _leave_within(self, limit_s: float) -> None:
+        if self.leaving.begin(limit_s, self.clock.now_s()):
+            self.info = msgspec.structs.replace(self.info, draining=True)
+            self.membership.change(Register(self.info))
+
+    def hand_over(self) -> None:
+        """End every room here, so that its request goes on elsewhere in its next attempt."""
+        self.outbox.flush()  # the tokens that are made, before the word that there are no more
+        for room in self.leg_rooms():
+            self.leaving.handed_over += room.machine.kvpoll is not KVPoll.FAILED
+            self.hand_over_room(room)
+
+    def hand_over_room(self, room: R) -> None:
+        self.fail(room, self.FAIL, f"{self.info.instance} is leaving", "", Draining.code)
 
     # --- registration ---
 
@@ -317,6 +351,7 @@ class Leader(Actor, Generic[R]):
             "step": self.forward.done,
             "registered": self.membership.accepted,
             "refusal": self.refusal,
+            "draining": bool(self.leaving),
         }
 
 

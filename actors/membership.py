@@ -40,6 +40,11 @@ class Membership:
     def is_registry(self, peer: Address) -> bool:
         return self._address is not None and peer.incarnation == self._address.incarnation
 
+    def change(self, hello: Message) -> None:
+        """Say something else from now on: at once, and until it is accepted."""
+        self._hello, self.accepted = hello, False
+        self._say_hello()
+
     def tick(self, now_s: float) -> None:
         """Look the registry up if we have none, at most every `RETRY_S`."""
         if self._address is None and not self._looking and now_s >= self._retry_at_s:

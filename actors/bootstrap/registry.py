@@ -18,6 +18,9 @@ from kvferry.protocol.messages import (
     Watch,
 )
 
+#: A request needs one instance of each, or a unified one.
+PAIR = ("prefill", "decode")
+
 #: Coordinates of a rank: (instance, dp, cp, tp, pp).
 Place = tuple[str, int, int, int, int]
 
@@ -70,13 +73,18 @@ class RankTable:
         return f"transfer.transports is host, which works within one host, but {where}; set it to tcp"
 
     def missing(self, wanted: dict[str, int]) -> tuple[str, ...]:
-        """What keeps the service from being ready: one line per role that lacks complete instances."""
+        """What keeps the service from being ready: one line per role that lacks complete instances, or has none.
+
+        An instance that drains takes no new rooms, so it does not count.
+        """
         lines = []
         for role, count in wanted.items():
+            if count == 0 and role in PAIR and not wanted.get("unified"):
+                lines.append(f"{role}: none is wanted; `kvferry scale {role}=1` asks for one")
             groups: dict[str, set[Place]] = {}
             sizes: dict[str, int] = {}
             for place, info in self.ranks.items():
-                if info.role == role:
+                if info.role == role and not info.draining:
                     groups.setdefault(info.instance, set()).add(place)
                     sizes[info.instance] = group_size(info)
             complete = sum(len(places) >= sizes[name] for name, places in groups.items())
@@ -107,13 +115,22 @@ class StartFailed:
     error: str
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """Item: how many instances of each role there should be, and the names of those that there are."""
+
+    numbers: dict[str, int]
+    names: frozenset[str]
+
+
 class Registry(Actor):
-    """`wanted`: instances of each role that make the service ready. What keeps an instance from starting is told with
-    what is missing, until it registers. `one_host`: as in `RankTable`.
+    """`wanted`: instances of each role that make the service ready; None until the controller, whose numbers they are,
+    has told them. What keeps an instance from starting is told with what is missing, until it registers. `one_host`:
+    as in `RankTable`.
     """
 
     def __init__(
-        self, network: Network, clock: Clock, mailbox: int, wanted: dict[str, int], one_host: bool = False
+        self, network: Network, clock: Clock, mailbox: int, wanted: dict[str, int] | None = None, one_host: bool = False
     ) -> None:
         super().__init__(network, clock, mailbox)
         self.table = RankTable(one_host)
@@ -125,7 +142,9 @@ class Registry(Actor):
 
     def roster(self) -> Roster:
         failures = (f"{name} could not start ({n} times): {error}" for name, (n, error) in self._failures.items())
-        missing = self.table.missing(self._wanted)
+        missing: tuple[str, ...] = ("the controller has not yet said how many instances there should be",)
+        if self._wanted is not None:
+            missing = self.table.missing(self._wanted)
         missing += tuple(failures) if missing else ()
         return Roster(self._version, tuple(self.table.ranks.values()), not missing, missing)
 
@@ -133,9 +152,18 @@ class Registry(Actor):
         """Called by the host of an instance before its process ends."""
         self._mailbox.put(StartFailed(instance, error))
 
+    async def want(self, numbers: dict[str, int], names: list[str]) -> Roster:
+        """Called by the controller, again and again, since a registry that was started again knows nothing. The roster
+        that it gets is the one before this call's news.
+        """
+        self._mailbox.put(Wanted(dict(numbers), frozenset(names)))
+        return self.roster()
+
     def receive(self, item: Any) -> None:
         if isinstance(item, StartFailed):
             self._could_not_start(item.instance, item.error)
+        elif isinstance(item, Wanted):
+            self._told(item)
         else:
             super().receive(item)
 
@@ -143,6 +171,12 @@ class Registry(Actor):
         count = self._failures.get(instance, (0, ""))[0] + 1
         self._failures[instance] = (count, error)
         self._changed()
+
+    def _told(self, item: Wanted) -> None:
+        failures = {name: told for name, told in self._failures.items() if name in item.names}
+        if item.numbers != self._wanted or failures != self._failures:
+            self._wanted, self._failures = item.numbers, failures
+            self._changed()
 
     def link_lost(self, peer: Address, reason: LostReason) -> None:
         self._watchers.pop(peer.incarnation, None)

@@ -60,7 +60,7 @@ class Decode(Leader[DecodeRoom]):
     role = "decode"
     ROOM: type[DecodeRoom] = DecodeRoom
     STOP, EXPIRED, FRONT_LOST = ReceiverEvent.STOP, ReceiverEvent.EXPIRED, ReceiverEvent.FRONT_LOST
-    ROOM_LOST, PEER_LOST = ReceiverEvent.ROOM_LOST, ReceiverEvent.PREFILL_LOST
+    ROOM_LOST, PEER_LOST, FAIL = ReceiverEvent.ROOM_LOST, ReceiverEvent.PREFILL_LOST, ReceiverEvent.FAIL
 
     def __init__(self, parts: Parts, settings: DecodeSettings) -> None:
         super().__init__(parts)
@@ -233,14 +233,13 @@ class Decode(Leader[DecodeRoom]):
         return self.batch.plan(step)
 
     def _retract(self, room: DecodeRoom) -> None:
-        """Only between forwards: the machine then lets go of the pages at once."""
         self.act(room, room.machine.handle(ReceiverEvent.RETRACT))
 
     def _tell_retracted(self, room: DecodeRoom) -> None:
         """Behind the request's tokens on the front's link; the pages don't wait for an answer."""
         self.batch.retract(room, self.clock.now_s())
         self.counts["retracted"] += 1
-        logger.info("request %016x: retracted at token %d, for older ones", room.spec.request, room.generated)
+        logger.info("request %016x: retracted at token %d", room.spec.request, room.generated)
         self.outbox.flush()
         news = Retracted(room.spec.request, room.attempt, room.room, room.generated)
         self.network.send(room.spec.front.incarnation, news)
@@ -264,6 +263,11 @@ class Decode(Leader[DecodeRoom]):
         room.last_token = token_id
         if emission.finish_reason:
             self.act(room, room.machine.handle(ReceiverEvent.FINISHED))
+
+    def hand_over_room(self, room: DecodeRoom) -> None:
+        """A committed request is its front's to open again; the pages go when no forward names them any more."""
+        running = room.machine.state is ReceiverState.RUNNING
+        return self._retract(room) if running else super().hand_over_room(room)
 
     # --- commands ---
 

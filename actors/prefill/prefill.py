@@ -75,7 +75,7 @@ class Prefill(Leader[PrefillRoom]):
 
     role = "prefill"
     STOP, EXPIRED, FRONT_LOST = SenderEvent.STOP, SenderEvent.EXPIRED, SenderEvent.FRONT_LOST
-    ROOM_LOST, PEER_LOST = SenderEvent.ROOM_LOST, SenderEvent.DECODE_LOST
+    ROOM_LOST, PEER_LOST, FAIL = SenderEvent.ROOM_LOST, SenderEvent.DECODE_LOST, SenderEvent.FAIL
 
     def __init__(self, parts: Parts, settings: PrefillSettings) -> None:
         super().__init__(parts)

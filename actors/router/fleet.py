@@ -95,6 +95,7 @@ class Fleet:
     def __init__(self, is_up: Callable[[int], bool]) -> None:
         self._is_up = is_up
         self._instances: dict[int, Instance] = {}  # by incarnation
+        self._leaving: set[int] = set()  # those that have refused a room for it
         self._turn = 0
 
     def registered(self, ranks: Iterable[RankInfo]) -> None:
@@ -107,6 +108,11 @@ class Fleet:
                 instance = Instance(info, idle)
             instance.registered(info)
             self._instances[info.address.incarnation] = instance
+        self._leaving &= self._instances.keys()
+
+    def leaves(self, incarnation: int) -> None:
+        """It drains, as its roster entry will say; that is never taken back."""
+        self._leaving.add(incarnation)
 
     def addresses(self) -> list[Address]:
         return [instance.info.address for instance in self._instances.values()]
@@ -159,7 +165,7 @@ class Fleet:
         return [i for i in self._instances.values() if i.info.role in able and self._problem(i) is None]
 
     def _problem(self, instance: Instance) -> str | None:
-        if instance.info.draining:
+        if instance.info.draining or instance.info.address.incarnation in self._leaving:
             return "is draining"
         return None if self._is_up(instance.info.address.incarnation) else "is not linked"
 

@@ -7,6 +7,7 @@ from collections import OrderedDict, deque
 from typing import Any
 
 from kvferry.actors.actor import Actor
+from kvferry.actors.leaving import DrainRequested, Leaving
 from kvferry.actors.membership import Membership, RegistryFound
 from kvferry.actors.ports import Clock, LostReason, Network, Random, Resolve
 from kvferry.actors.room.journal import Journal
@@ -21,7 +22,7 @@ from kvferry.actors.router.view import Ask
 from kvferry.actors.settings import ClockSettings, RouterSettings
 from kvferry.memory.admission import refusal
 from kvferry.obs.rooms import RoomStatistics
-from kvferry.protocol.errors import Cause
+from kvferry.protocol.errors import Cause, Draining
 from kvferry.protocol.kvpoll import KVPoll
 from kvferry.protocol.messages import (
     AbortAck,
@@ -82,6 +83,7 @@ class Router(Actor):
         self.fleet = Fleet(network.is_up)
         self.breakers = Breakers(settings.breaker_failures, settings.breaker_open_s, settings.breaker_open_max_s)
         self._homes = Homes()
+        self._leaving = Leaving(network.address.name, "router")
         self._room_places, self._queue_places = RetryAfter(), RetryAfter()
         self._on_message = {Roster: self._new_roster, Load: self._load}
         self._on_message |= dict.fromkeys(_ROOM_MESSAGES, self._room_message)
@@ -104,6 +106,18 @@ class Router(Actor):
         guest = self.guests.get(room)
         return guest.room.journal.as_object(self.clock.now_s()) if guest else self.ended.get(room)
 
+    async def drain(self, limit_s: float) -> None:
+        """Take no new requests. Rooms that still live after `limit_s` go with the process, as when it dies: their
+        fronts go on elsewhere."""
+        self._mailbox.put(DrainRequested(limit_s))
+
+    async def drained(self) -> dict[str, Any]:
+        """How far that is (`Leaving.state`); `linked`: it can serve, if anybody can."""
+        linked = {rank.role for rank in self.roster.ranks if self.network.is_up(rank.address.incarnation)}
+        roles = {rank.role for rank in self.roster.ranks}
+        state = self._leaving.state(len(self.guests), self.clock.now_s())
+        return state | {"linked": self.membership.accepted and linked == roles}
+
     async def status(self) -> dict[str, Any]:
         live = sum(not guest.answer.done() for guest in self.guests.values())
         address, now_s = self.network.address, self.clock.now_s()
@@ -123,6 +137,7 @@ class Router(Actor):
             "breakers": self.breakers.status(names, now_s),
             "breakers_opened": self.breakers.opened,
             "rooms": self._statistics.as_object(),
+            "draining": bool(self._leaving),
         }
 
     # --- items ---
@@ -139,6 +154,8 @@ class Router(Actor):
                 self._room_over(room, error)
             case RegistryFound(address):
                 self.membership.found(address)
+            case DrainRequested(limit_s):
+                self._leaving.begin(limit_s, self.clock.now_s())
             case _:
                 super().receive(item)
 
@@ -149,6 +166,7 @@ class Router(Actor):
             self._dial_leaders()
         for guest in self.guests.values():
             guest.room.post(RoomTick())
+        self._leaving.time_is_over(not self.guests, now_s)
 
     def link_up(self, peer: Address) -> None:
         self.membership.link_up(peer)
@@ -199,6 +217,8 @@ class Router(Actor):
     def _submit(self, spec: RequestSpec, attempt: int, answer: asyncio.Future[Outcome]) -> None:
         if answer.cancelled():
             return None
+        if (leaves := self._leaving.refusal(0)) is not None:
+            return self._refuse(answer, leaves, 0.0)
         now_s, settings = self.clock.now_s(), self.settings
         if len(self.guests) >= settings.max_requests:
             text = f"{len(self.guests)} requests are live; router.max_requests is {settings.max_requests}"
@@ -297,6 +317,8 @@ class Router(Actor):
         """The front has its answer; the pair's breaker hears it too."""
         guest.committed = cause is None
         self.counts["rooms failed" if cause else "rooms committed"] += 1
+        if cause is not None and cause.code == Draining.code:  # its roster entry may not say so yet
+            self.fleet.leaves((guest.decode if cause.leg == "decode" else guest.prefill).address.incarnation)
         what = verdict(cause, (guest.prefill.address.name, guest.decode.address.name), guest.queued)
         self.counts["rooms that spoke against their pair"] += what is Verdict.BAD
         self.breakers.ended(guest.pair, guest.era, what, self.clock.now_s())

@@ -1,4 +1,4 @@
-"""The `kvferry` command: serve, ask, status, room, config check.
+"""The `kvferry` command: serve, ask, scale, status, room, config check.
 
 A server that asks for an API key gets the one in the environment variable KVFERRY_API_KEY.
 Expected failures (a server that is not there, a bad configuration) are one line on stderr and exit code 1.
@@ -10,18 +10,23 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import httpx
 from rich.console import Console
+from rich.live import Live
 
 from kvferry import __version__
-from kvferry.obs.show import show_room, show_status
+from kvferry.obs.show import as_numbers, pools_move, show_pools, show_room, show_status, way_back
 from kvferry.protocol.errors import KVFerryError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+FOLLOW_S = 0.3
+#: A server that loads models on every core may be slow to say how far it is.
+PATIENCE_S = 60.0
 
 
 class CommandFailed(Exception):
@@ -49,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_serve(commands)
     _add_ask(commands)
+    _add_scale(commands)
     status = commands.add_parser("status", help="instances, queues, pages")
     status.set_defaults(run=run_status)
     room = commands.add_parser("room", help="the journal of a room, as a timeline")
@@ -96,6 +102,19 @@ def _add_ask(commands: Any) -> None:
     ask.add_argument("--stop", action="append", help="may be given several times")
     ask.add_argument("--json", action="store_true", help="print one object at the end")
     ask.set_defaults(run=run_ask)
+
+
+def _add_scale(commands: Any) -> None:
+    scale = commands.add_parser("scale", help="other numbers of instances, while it runs")
+    scale.add_argument("numbers", nargs="*", metavar="ROLE=N", help="prefill=2 decode=3 router=2; none: show how it is")
+    scale.add_argument("--no-wait", action="store_true", help="ask for it, and don't wait until it is so")
+    scale.add_argument(
+        "--placement-timeout", type=float, default=10.0, metavar="S",
+        help="give up waiting for what has no room on the cluster after so many seconds (%(default)s)",
+    )  # fmt: skip
+    scale.add_argument("--url", default=DEFAULT_URL, help="the server (%(default)s)")
+    scale.add_argument("--json", action="store_true", help="print the object itself, at the end")
+    scale.set_defaults(run=run_scale)
 
 
 # --- Commands --------------------------------------------------------------------------------------------------
@@ -156,6 +175,21 @@ def run_room(args: argparse.Namespace) -> int:
         _print_json(journal)
     else:
         Console().print(show_room(journal))
+    return 0
+
+
+def run_scale(args: argparse.Namespace) -> int:
+    """Exit code 0 when the numbers are met (with --no-wait: asked for)."""
+    numbers = dict(map(_number, args.numbers))
+    with _client(args.url) as client:
+        answer = client.post("/scale", json=numbers) if numbers else client.get("/scale")
+    progress = _object(answer)
+    if numbers and not args.no_wait:
+        progress = _follow(args, progress)
+    elif not args.json:
+        Console().print(show_pools(progress))
+    if args.json:
+        _print_json(progress)
     return 0
 
 
@@ -233,6 +267,42 @@ def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
     raise CommandFailed("the answer ended before its end")
 
 
+# --- Scaling ---------------------------------------------------------------------------------------------------
+
+
+def _number(text: str) -> tuple[str, int]:
+    role, _, number = text.partition("=")
+    try:
+        return role, int(number)
+    except ValueError:
+        raise CommandFailed(f"{text!r} is not acceptable; allowed: ROLE=N, such as decode=3") from None
+
+
+def _follow(args: argparse.Namespace, progress: dict[str, Any]) -> dict[str, Any]:
+    """Show how far it is, until it is done. Raises CommandFailed when that will not happen by itself."""
+    version = progress["version"]
+    moved_s = heard_s = time.monotonic()
+    console = Console(stderr=args.json)
+    with Live(show_pools(progress), console=console, auto_refresh=False) as live:
+        while not progress["done"]:
+            time.sleep(FOLLOW_S)
+            try:
+                progress = _get(args.url, "/scale")
+            except CommandFailed:
+                if time.monotonic() - heard_s > PATIENCE_S:
+                    raise
+                continue
+            heard_s = time.monotonic()
+            live.update(show_pools(progress), refresh=console.is_terminal)
+            if progress["version"] > version:
+                raise CommandFailed(f"a later call has asked for other numbers: {as_numbers(progress['wanted'])}")
+            if pools_move(progress):
+                moved_s = heard_s
+            elif heard_s - moved_s >= args.placement_timeout:
+                raise CommandFailed(f"{'; '.join(progress['missing'])}. It stays asked for; {way_back(progress)}")
+    return progress
+
+
 # --- HTTP ------------------------------------------------------------------------------------------------------
 
 
@@ -258,12 +328,16 @@ def _client(url: str) -> Iterator[httpx.Client]:
 def _get(url: str, path: str) -> dict[str, Any]:
     with _client(url) as client:
         response = client.get(path)
-    if response.status_code != 200:
+    return _object(response)
+
+
+def _object(response: httpx.Response) -> dict[str, Any]:
+    if not response.is_success:
         raise CommandFailed(_error_text(response))
     try:
         answer: dict[str, Any] = response.json()
     except ValueError:
-        raise CommandFailed(f"{url}{path} did not answer with JSON; is it a KVFerry server?") from None
+        raise CommandFailed(f"{response.url} did not answer with JSON; is it a KVFerry server?") from None
     return answer
 
 

@@ -32,7 +32,7 @@ class DirectBackend:
 
     async def submit(self, spec: RequestSpec, attempt: int) -> Outcome:
         """In turn, siblings to one; a router that is killed meanwhile ends the call as Ray does."""
-        names = [f"router-{i}" for i in range(self._system.options.router.instances)]
+        names = self._system.router_names()
         self._turns += 1
         name = names[(spec.group + attempt if spec.group else self._turns - 1) % len(names)]
         process = self._system.processes.get(name)

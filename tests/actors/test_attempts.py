@@ -135,6 +135,7 @@ LOST = Cause("peer_lost", "decode is gone", "decode")
 FULL = Cause("unavailable", "no pair", "router")
 ROUTER = Cause("peer_lost", "the router is gone", "router")
 BAD = Cause("invalid_request", "no", "router")
+LEAVES = Cause("draining", "decode-1 is leaving", "decode")
 
 
 @pytest.mark.parametrize(
@@ -146,6 +147,11 @@ BAD = Cause("invalid_request", "no", "router")
         ([(FULL, 0, 0)], [None]),  # nothing was lost: the service is full
         ([(ROUTER, 0, 0), (ROUTER, 0, 3), (ROUTER, 0, 31)], [0.5, 0.5, None]),
         ([(BAD, 0, 0)], [None]),
+        (
+            [(LEAVES, 0, 0)] * 5 + [(LOST, 0, 1), (LOST, 0, 2), (LOST, 0, 3)],
+            [0.0] * 7 + [None],
+        ),  # leaving counts as none
+        ([(LEAVES, 5, 0), (FULL, 5, 1), (LEAVES, 5, 2), (LEAVES, 5, 30)], [0.0, 0.5, 0.0, None]),
         ([(LOST, 5, 0), (BAD, 5, 1)], [0.0, None]),
     ],
 )
@@ -166,4 +172,5 @@ def test_after_a_retraction_a_full_service_is_waited_for() -> None:
 def test_one_attempt_means_none_after_it() -> None:
     assert Attempts(AttemptPolicy(max_attempts=1)).failed(LOST, 3, 0.0) is None
     assert Attempts(AttemptPolicy(max_attempts=1)).failed(ROUTER, 0, 0.0) is None
+    assert Attempts(AttemptPolicy(max_attempts=1)).failed(LEAVES, 3, 0.0) == 0.0, "nothing has failed"
     assert Attempts(AttemptPolicy(recovery_s=0.0)).failed(ROUTER, 3, 0.0) is None

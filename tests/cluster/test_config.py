@@ -98,6 +98,8 @@ def test_the_message_has_path_value_and_what_is_allowed(tmp_path: Path) -> None:
         ({"links": {"resend_s": 10.0}}, "links.resend_s", 10.0, ["less than links.silence_s (10)"]),
         ({"cluster": {"bind_host": "0.0.0.0"}}, "cluster.bind_host", "0.0.0.0", ["node", "one address"]),
         ({"cluster": {"bind_host": "::"}}, "cluster.bind_host", "::", ["node"]),
+        ({"cluster": {"slots": 1}}, "cluster.slots", 1, ["0, or at least the 2 instances"]),
+        ({"cluster": {"drain_s": -1}}, "cluster.drain_s", -1, ["at least 0", "seconds"]),
         ({"transfer": {"poll_idle_ms": 0.5}}, "transfer.poll_idle_ms", 0.5, ["at least poll_busy_ms (1)"]),
     ],
 )

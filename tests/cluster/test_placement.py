@@ -12,39 +12,35 @@ from kvferry.cluster.pidwatch import host_id
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.messages import Address
 
-HEAD = {"node:__internal_head__": 0.0001}
-
 
 def node(name: str, slots: float, alive: bool = True) -> dict[str, Any]:
     return {"NodeID": name, "Alive": alive, "Resources": {"CPU": 4.0} | ({"kvferry_slot": slots} if slots else {})}
 
 
-def options(role: str, config: Config, nodes: list[dict[str, Any]]) -> dict[str, Any]:
+def target(config: Config, nodes: list[dict[str, Any]], **ours: int) -> str | None:
     placement = pytest.importorskip("kvferry.cluster.placement")
-    found: dict[str, Any] = placement.actor_options(role, config, nodes)
+    found: str | None = placement.target_node(config, nodes, ours)
     return found
 
 
-@pytest.mark.parametrize("role", ["registry", "router"])
-def test_what_has_no_slot_stays_with_the_head(role: str) -> None:
-    assert options(role, load(None), [node("a", 1)]) == {"resources": HEAD}
-
-
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_over_tcp_ranks_are_spread(role: str) -> None:
-    config = load(None, {"transfer.transports": "tcp", "cluster.slot_resource": "seat"})
-    assert options(role, config, [node("a", 1)]) == {"resources": {"seat": 1}, "scheduling_strategy": "SPREAD"}
+def test_over_tcp_instances_are_spread() -> None:
+    config = load(None, {"transfer.transports": "tcp"})
+    nodes = [node("aa", 2), node("bb", 0), node("cc", 3), node("dd", 9, alive=False)]
+    assert target(config, nodes) == "cc"
+    assert target(config, nodes, cc=2) == "aa"
+    assert target(config, nodes, cc=2, aa=1) == "cc", "equal ones by name"
+    other = load(None, {"transfer.transports": "tcp", "cluster.slot_resource": "seat"})
+    assert target(other, nodes) is None
 
 
 def test_ranks_that_share_memory_share_the_host_with_the_most_slots() -> None:
-    nodes = [node("aa" * 28, 0), node("bb" * 28, 2), node("cc" * 28, 4), node("dd" * 28, 8, alive=False)]
-    for role in ("prefill", "decode"):
-        strategy = options(role, load(None), nodes)["scheduling_strategy"]
-        assert (strategy.node_id, strategy.soft) == ("cc" * 28, True)
+    nodes = [node("aa", 0), node("bb", 2), node("cc", 4), node("dd", 8, alive=False)]
+    assert target(load(None), nodes) == "cc"
+    assert target(load(None), nodes, cc=3) == "cc"
 
 
 def test_without_any_slot_ray_waits_for_one() -> None:
-    assert options("prefill", load(None), [node("a", 0)])["scheduling_strategy"] == "SPREAD"
+    assert target(load(None), [node("a", 0)]) is None
 
 
 def test_an_address_is_taken_as_it_is_and_node_is_rays(monkeypatch: pytest.MonkeyPatch) -> None:

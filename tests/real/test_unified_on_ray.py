@@ -16,7 +16,7 @@ SCRIPT = """
 import json, sys
 import ray
 from kvferry.cluster.config import load
-from kvferry.cluster.controller import RemoteHost
+from kvferry.cluster.hosting import RemoteHost
 from kvferry.protocol.messages import Address, RequestSpec, Sampling
 
 prompts = json.load(sys.stdin)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -88,6 +88,8 @@ class FakeBackend:
         self.present = roster()
         self.journals: dict[int, dict[str, Any]] = {}
         self.status_error: Exception | None = None
+        self.progresses: list[dict[str, Any]] = []
+        self.asked: list[dict[str, int]] = []
         self.state: dict[str, Any] = {
             "instances": [{
                 "id": "decode-0", "role": "decode", "incarnation": "7",
@@ -118,6 +120,14 @@ class FakeBackend:
 
     async def room(self, room: int) -> dict[str, Any] | None:
         return self.journals.get(room)
+
+    async def pools(self) -> dict[str, Any]:
+        """The next of `progresses`; the last one stays."""
+        return self.progresses.pop(0) if len(self.progresses) > 1 else self.progresses[0]
+
+    async def scale(self, numbers: Mapping[str, int]) -> dict[str, Any]:
+        self.asked.append(dict(numbers))
+        return await self.pools()
 
 
 def roster(ready: bool = True, prompt: int = 159, total: int = 160, missing: tuple[str, ...] = ()) -> Roster:

@@ -84,14 +84,18 @@ class ApiSettings(Settings, frozen=True):
 
 
 class ClusterSettings(Settings, frozen=True):
-    """`slot_resource`: the custom Ray resource of which every rank takes one. `bind_host`: where links listen, and
-    where KV goes over tcp: an address, or "node" for the one by which Ray knows each node.
-    `ingress`: what `kvferry serve` puts in front of the front, Serve's own proxy or HAProxy.
+    """`slot_resource`: the custom Ray resource of which every rank takes one; `slots`: how many of them
+    `kvferry serve` gives its local cluster (0: two per core, and what the configuration needs). `bind_host`: where
+    links listen, and where KV goes over tcp: an address, or "node" for the one by which Ray knows each node.
+    `ingress`: what `kvferry serve` puts in front of the front, Serve's own proxy or HAProxy. `drain_s`: what an
+    instance that leaves may take to finish, before it hands over.
     """
 
     slot_resource: str = "kvferry_slot"
+    slots: int = 0
     bind_host: str = "127.0.0.1"
     ingress: str = "serve"
+    drain_s: float = 60.0
 
 
 class Config(Settings, frozen=True):
@@ -115,6 +119,14 @@ class Config(Settings, frozen=True):
         """For everybody but the front: no API keys, or `shown` in the place of each."""
         keys = [] if shown is None else [shown] * len(self.api.keys)
         return msgspec.structs.replace(self, api=msgspec.structs.replace(self.api, keys=keys))
+
+    def wanted(self) -> dict[str, int]:
+        """How many of each role there are to be at first."""
+        return {
+            "prefill": self.prefill.instances,
+            "decode": self.decode.instances,
+            "router": self.router.instances,
+        }
 
     def to_bytes(self) -> bytes:
         return msgspec.json.encode(self)

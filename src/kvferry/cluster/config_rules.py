@@ -76,6 +76,8 @@ RANGES: dict[str, Range] = {
     "api.recovery_s": Range(0, 86_400, "seconds"),
     "api.ready_fresh_s": Range(0, 3600, "seconds"),
     "api.ready_limit_s": Range(0, 3600, "seconds", open_low=True),
+    "cluster.slots": Range(0, 65_536, "(0: two per core)"),
+    "cluster.drain_s": Range(0, 86_400, "seconds"),
 }
 
 #: What fits behind `Bearer ` in a header.
@@ -188,6 +190,12 @@ def _ingress(config: Config) -> Iterator[Complaint]:
         yield "cluster.ingress", "haproxy", "serve, for http_options.host ::, which Ray makes IPv4 only for HAProxy"
 
 
+def _slots(config: Config) -> Iterator[Complaint]:
+    needed = sum(number for role, number in config.wanted().items() if role != "router")
+    if 0 < config.cluster.slots < needed:
+        yield "cluster.slots", config.cluster.slots, f"0, or at least the {needed} instances of the configuration"
+
+
 CONTRADICTIONS: tuple[Callable[[Config], Iterator[Complaint]], ...] = (
-    _chunk, _running, _breaker, _silence, _poll, _ingress,
+    _chunk, _running, _breaker, _silence, _poll, _ingress, _slots,
 )  # fmt: skip

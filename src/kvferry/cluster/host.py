@@ -8,9 +8,11 @@ import logging
 import os
 from typing import Any
 
+import msgspec
 import ray
 
 from kvferry.actors.actor import Actor
+from kvferry.actors.leader import Leader
 from kvferry.actors.unified.unified import Unified
 from kvferry.cluster.config import Config
 from kvferry.cluster.names import NAMESPACE, REGISTRY
@@ -22,7 +24,7 @@ log = logging.getLogger("kvferry.host")
 REPORT_TIMEOUT_S = 5.0
 
 #: Methods of the actors that may be called through Ray.
-CALLS = frozenset({"submit", "journal", "status", "roster", "answer", "start_failed"})
+CALLS = frozenset({"submit", "journal", "status", "roster", "answer", "start_failed", "want", "drain", "drained"})
 
 
 class Host:
@@ -53,6 +55,22 @@ class Host:
             raise ValueError(f"method is {method!r}; allowed: {', '.join(sorted(CALLS))}")
         result = getattr(await self._built(), method)(*args)
         return await result if inspect.isawaitable(result) else result
+
+    def pid(self) -> int:
+        """Names this process; answers also while the actor is built."""
+        return os.getpid()
+
+    async def leave(self) -> dict[str, Any]:
+        """End the actor, with its links and its memory, and give the last recount of its pages (none: {}). Peers take
+        it for a goodbye. The process is for the caller to end.
+        """
+        actor = await self._built()
+        pages: dict[str, Any] = {}
+        if isinstance(actor, Leader):
+            pages = msgspec.to_builtins(actor.ledger.audit(actor.block_tables()))
+        self._task.cancel()
+        await asyncio.wait({self._task})
+        return pages
 
     async def _built(self) -> Actor | Unified:
         return await asyncio.shield(self._actor)

@@ -6,10 +6,8 @@ loss of any other host costs the ranks that ran on it and nothing more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvferry.cluster.config import Config
 
@@ -17,18 +15,15 @@ from kvferry.cluster.config import Config
 ON_HEAD = {"node:__internal_head__": 0.0001}
 
 
-def actor_options(role: str, config: Config, nodes: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Ray's options that place an actor of `role`; `nodes` as `ray.nodes()` lists them.
+def target_node(config: Config, nodes: Sequence[dict[str, Any]], ours: Mapping[str, int]) -> str | None:
+    """The node that an instance should go to; `nodes` as `ray.nodes()` lists them, `ours` counts the instances that
+    are there already, by node.
 
-    Ranks are spread over the hosts that have slots: the loss of one host then costs the fewest. With transports "host"
-    they must share one, so all go to the host with the most slots while it lives.
+    Instances are spread over the hosts that have slots: the loss of one host then costs the fewest. With transports
+    "host" they must share one, so all go to the host with the most slots while it lives. None: no host has a slot.
     """
-    if role in ("registry", "router"):
-        return {"resources": ON_HEAD}
     slot = config.cluster.slot_resource
-    options: dict[str, Any] = {"resources": {slot: 1}, "scheduling_strategy": "SPREAD"}
-    alive = [node for node in nodes if node["Alive"] and slot in node["Resources"]]
-    if config.transfer.transports == "host" and alive:
-        most = max(alive, key=lambda node: (node["Resources"][slot], node["NodeID"]))
-        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(most["NodeID"], soft=True)
-    return options
+    slots = {node["NodeID"]: node["Resources"][slot] for node in nodes if node["Alive"] and slot in node["Resources"]}
+    if config.transfer.transports != "host":
+        slots = {name: number - ours.get(name, 0) for name, number in slots.items()}
+    return max(slots, key=lambda name: (slots[name], name), default=None)

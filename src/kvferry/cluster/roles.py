@@ -50,8 +50,8 @@ async def build_role(role: str, name: str, config: Config) -> Actor | Unified:
     network = await open_network(name, config.cluster.bind_host, config.links, clock, random)
     mailbox = config.links.mailbox
     if role == "registry":
-        wanted = {"prefill": config.prefill.instances, "decode": config.decode.instances}
-        return Registry(network, clock, mailbox, wanted, one_host=config.transfer.transports == "host")
+        # What is wanted is the controller's to tell.
+        return Registry(network, clock, mailbox, one_host=config.transfer.transports == "host")
     if role == "router":
         backend = f"{config.transfer.backend}/{config.transfer.transports}"
         return Router(network, clock, mailbox, random, resolve, config.router, config.clocks, backend)

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 BAR_CELLS = 30  # the whole table fits 80 columns
+POOL_COLUMNS = ("wanted", "placing", "starting", "registered", "draining", "left")
 PAGE_STATES = ("total", "free", "owned", "leased", "cached", "quarantined")
 
 _COLOURS = {
@@ -42,11 +43,57 @@ def show_status(status: Mapping[str, Any]) -> RenderableType:
     for instance in status["instances"]:
         ranks = "\n".join(f"{rank['rank']}: pid {rank['pid']}{_where(rank)}" for rank in instance["ranks"])
         queues = "\n".join(f"{name} {length}" for name, length in instance["queues"].items())
-        cells = [instance["id"], instance["role"], instance["incarnation"] or "-", ranks or "does not answer", queues]
+        role = f"{instance['role']}, draining" if instance.get("draining") else instance["role"]
+        cells = [instance["id"], role, instance["incarnation"] or "-", ranks or "does not answer", queues]
         who.add_row(*map(str, cells))
         pages.add_row(str(instance["id"]), *(str(instance["pages"].get(name, "-")) for name in PAGE_STATES))
     live = f"rooms live {status['rooms_live']}, requests live {status['requests_live']}"
     return Group(who, pages, Text(live))
+
+
+def show_pools(progress: Mapping[str, Any]) -> RenderableType:
+    """Each role's instances by phase; under them who is on its way in or out, who has left, and what is missing."""
+    table = Table(title="pools", title_justify="left")
+    table.add_column("role")
+    for name in POOL_COLUMNS:
+        table.add_column(name, justify="right")
+    for role, numbers in progress["roles"].items():
+        met = numbers["registered"] == numbers["wanted"]
+        table.add_row(role, *(str(numbers[name]) for name in POOL_COLUMNS), style="" if met else "yellow")
+    lines = [_moving(row) for row in progress["instances"] if row["phase"] != "registered"]
+    lines += [_gone(row) for row in progress["left"]]
+    return Group(table, *map(Text, lines), *(Text(line, style="red") for line in progress["missing"]))
+
+
+def _moving(row: Mapping[str, Any]) -> str:
+    return f"{row['name']} is {row['phase']} for {row['for_s']:.0f} s" + (f": {row['detail']}" if row["detail"] else "")
+
+
+def _gone(row: Mapping[str, Any]) -> str:
+    pages = row["pages"]
+    if not pages:
+        return f"{row['name']} left" + (f": {row['detail']}" if row["detail"] else "")
+    counts = f"{pages['leased']} pages leased, {pages['quarantined']} quarantined"
+    return f"{row['name']} left with {counts}; {row['handed_over']} rooms were handed over"
+
+
+def pools_move(progress: Mapping[str, Any]) -> bool:
+    """Something changes by itself: it is not only room on the cluster, or a start that fails, that is waited for."""
+    roles = progress["roles"].values()
+    fails = any("could not start" in line for line in progress["missing"])
+    starting = any(role["starting"] for role in roles) and not fails
+    return not progress["missing"] or starting or any(role["draining"] for role in roles)
+
+
+def way_back(progress: Mapping[str, Any]) -> str:
+    fewer = {
+        name: role["registered"] for name, role in progress["roles"].items() if role["registered"] < role["wanted"]
+    }
+    return f"to take it back: kvferry scale {as_numbers(fewer)}"
+
+
+def as_numbers(numbers: Mapping[str, int]) -> str:
+    return " ".join(f"{role}={number}" for role, number in numbers.items())
 
 
 def show_room(journal: Mapping[str, Any]) -> RenderableType:

@@ -11,6 +11,7 @@
     └── PeerError                  another process, or the wire to it
         ├── Overloaded        429  a configured limit is reached; carries retry_after_s
         ├── Unavailable       503  no pair of instances can serve now; carries retry_after_s if that is known
+        │   └── Draining      503  the process is leaving; another one will take the request
         ├── HandoffFailed     502  a leg of the room failed
         ├── PeerLost          502  the process or the link to it ended
         └── DeadlineExceeded  504  one of the room's clocks ran out
@@ -134,6 +135,12 @@ class Unavailable(PeerError):
         super().__init__(cause)
 
 
+class Draining(Unavailable):
+    """A process that leaves has refused or handed over: nothing has failed, and another process will take it."""
+
+    code = "draining"
+
+
 class HandoffFailed(PeerError):
     code = "handoff_failed"
 
@@ -148,7 +155,7 @@ class DeadlineExceeded(PeerError):
 
 
 BY_CODE: dict[str, type[PeerError]] = {
-    cls.code: cls for cls in (Overloaded, Unavailable, HandoffFailed, PeerLost, DeadlineExceeded)
+    cls.code: cls for cls in (Overloaded, Unavailable, Draining, HandoffFailed, PeerLost, DeadlineExceeded)
 }
 
 

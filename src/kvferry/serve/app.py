@@ -20,9 +20,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from kvferry.actors.pools import check_wanted
 from kvferry.obs.metrics import CONTENT_TYPE
-from kvferry.protocol.errors import KVFerryError, PeerError
-from kvferry.serve.asgi import JSON_TYPE
+from kvferry.protocol.errors import InvalidRequest, KVFerryError, PeerError
+from kvferry.serve.asgi import JSON_TYPE, check_content_type, read_body
 from kvferry.serve.chat import CHAT
 from kvferry.serve.completions import COMPLETIONS
 from kvferry.serve.errors import NotFound, error_body, retry_after_header, status_body
@@ -37,6 +38,7 @@ from kvferry.serve.replies import ModelCard, ModelList
 FrontFactory = Callable[[], AbstractAsyncContextManager[Front]]
 
 MAX_ROOM = 2**63 - 1
+SCALE_BODY_BYTES = 4096
 
 OPEN = frozenset({"/", "/health", "/ready", "/metrics"})
 
@@ -68,6 +70,8 @@ def build_app(front_factory: FrontFactory, keys: Keys | None = None, ingress: st
         Route("/health", health),
         Route("/ready", ready),
         Route("/metrics", metrics),
+        Route("/scale", pools),
+        Route("/scale", scale, methods=["POST"]),
     ]
     handlers = {KVFerryError: on_error, HTTPException: on_http_error, Exception: on_exception}
     guard = [Middleware(KeyGuard, keys=keys, open_paths=OPEN)] if keys else []
@@ -149,6 +153,22 @@ async def status(request: Request) -> Response:
     front = _front(request)
     ours = {"requests_live": front.requests_live, "ingress": request.app.state.ingress}
     return _json(await front.backend.status() | ours)
+
+
+async def pools(request: Request) -> Response:
+    """How many instances of each role there are, and are wanted, and what keeps the numbers from being met."""
+    return _json(await _front(request).backend.pools())
+
+
+async def scale(request: Request) -> Response:
+    """Ask for other numbers of instances, such as {"decode": 3}; the answer says how far they are."""
+    check_content_type(request.scope)
+    body = await read_body(request.scope, request.receive, SCALE_BODY_BYTES)
+    try:
+        numbers = msgspec.json.decode(body)
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"the body is not JSON: {error}") from None
+    return _json(await _front(request).backend.scale(check_wanted(numbers)), 202)
 
 
 # --- Errors ----------------------------------------------------------------------------------------------------

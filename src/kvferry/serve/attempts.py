@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import msgspec
 
-from kvferry.protocol.errors import Cause, HandoffFailed, Overloaded, PeerLost, Unavailable
+from kvferry.protocol.errors import Cause, Draining, HandoffFailed, Overloaded, PeerLost, Unavailable
 
 RETRY_S = 0.5
 
 
 class AttemptPolicy(msgspec.Struct, frozen=True):
     """`max_attempts` in a row may fail without bringing a token: a request that fails wherever it runs must not be
-    tried for ever. `recovery_s` without a token end it too. `max_attempts` 1 or `recovery_s` 0: no next attempt.
+    tried for ever. `recovery_s` without a token end it too. `max_attempts` 1 or `recovery_s` 0: no next attempt, but
+    what a leaving process has handed over is no failed attempt.
     """
 
     max_attempts: int = 3
@@ -48,6 +49,8 @@ class Attempts:
         if tokens > self._tokens:
             self._failed, self._tokens, self._since_s, self._first = 0, tokens, None, None
         waiting = _nobody_to_serve(cause)
+        if cause.code == Draining.code:
+            return self._moved(cause, now_s)
         if self._policy.max_attempts == 1:
             return None
         if not waiting and cause.code not in (PeerLost.code, HandoffFailed.code):
@@ -60,6 +63,12 @@ class Attempts:
         if self._failed >= self._policy.max_attempts or now_s - self._since_s >= self._policy.recovery_s:
             return None
         return RETRY_S if waiting else 0.0
+
+    def _moved(self, cause: Cause, now_s: float) -> float | None:
+        """What is leaving has refused or handed over: that is no failure, and counts as none."""
+        if self._since_s is None:
+            self._since_s, self._first = now_s, cause
+        return 0.0 if now_s - self._since_s < self._policy.recovery_s else None
 
     def final(self, cause: Cause) -> Cause:
         """What the client is told: what failed first, because of what failed last."""

@@ -31,7 +31,27 @@ MAX_ONGOING_REQUESTS = 1024
 
 
 class FrontReplica:
-    """What `serve.ingress` wraps around the application; it has no methods of its own."""
+    """What `serve.ingress` wraps around the application."""
+
+    _telling: asyncio.Task[None] | None = None
+
+    async def reconfigure(self, user_config: object) -> None:
+        """Serve's update in place: numbers of instances by role, such as {"decode": 3}. Serve calls it when a replica
+        starts and when the deployment's `user_config` changes.
+
+        It raises nothing and waits for nobody: Serve ends a replica whose `reconfigure` fails, with its streams. What
+        is not acceptable is told with what is missing.
+        """
+        from kvferry.cluster.client import apply_user_config
+
+        if self._telling is not None:
+            self._telling.cancel()
+        self._telling = asyncio.get_running_loop().create_task(apply_user_config(find_controller, user_config))
+
+
+def find_controller() -> Any:
+    """The handle of the controller that belongs to this replica. Raises ValueError while there is none."""
+    return serve.get_deployment_actor(CONTROLLER)
 
 
 def build(args: dict[str, Any]) -> Any:
@@ -89,12 +109,13 @@ async def open_front(config: Config) -> AsyncIterator[Front]:
     )
     name = f"front-{random.bits(32):08x}"  # unlike other actors it is looked up by nobody, and there may be several
     network = await open_network(name, config.cluster.bind_host, config.links, clock, random)
-    front = Front(network, connect(config), tokenizer, clock, random, info, FrontMetrics())
-    await front.start()
-    try:
-        yield front
-    finally:
-        await front.close()
+    async with connect(find_controller, config) as backend:
+        front = Front(network, backend, tokenizer, clock, random, info, FrontMetrics())
+        await front.start()
+        try:
+            yield front
+        finally:
+            await front.close()
 
 
 def _vocabulary(model: str) -> tuple[ChatTokenizer, int]:

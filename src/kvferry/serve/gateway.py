@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -23,12 +23,16 @@ class Backend(Protocol):
     * `roster` is the registry's present roster.
     * `status` is the object that `kvferry status --json` prints.
     * `room` is the journal of a room, or None when no router knows the id.
+    * `pools` is how far the pools are from what is wanted (`kvferry.actors.pools.Pools.progress`); `scale` asks for
+      other numbers of instances, by role, and gives the same. Raises InvalidRequest, or Unavailable.
     """
 
     async def submit(self, spec: RequestSpec, attempt: int) -> Outcome: ...
     async def roster(self) -> Roster: ...
     async def status(self) -> dict[str, Any]: ...
     async def room(self, room: int) -> dict[str, Any] | None: ...
+    async def pools(self) -> dict[str, Any]: ...
+    async def scale(self, numbers: Mapping[str, int]) -> dict[str, Any]: ...
 
 
 class PromptEncoder(Protocol):
@@ -80,12 +84,14 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 def limits_of(roster: Roster) -> Limits:
-    """The limits that hold at every registered rank, so that they hold for whatever pair the router picks.
+    """The limits that hold at every registered rank that takes rooms, so that they hold for whatever pair the router
+    picks.
 
     Raises Unavailable when a role has no rank.
     """
-    prompts = [rank.max_prompt_tokens for rank in roster.ranks if rank.role in ("prefill", "unified")]
-    totals = [rank.max_total_tokens for rank in roster.ranks if rank.role in ("decode", "unified")]
+    ranks = [rank for rank in roster.ranks if not rank.draining]
+    prompts = [rank.max_prompt_tokens for rank in ranks if rank.role in ("prefill", "unified")]
+    totals = [rank.max_total_tokens for rank in ranks if rank.role in ("decode", "unified")]
     if not prompts or not totals:
         raise Unavailable(Cause("unavailable", f"not ready: {missing_text(roster)}", leg="front"))
     return Limits(min(prompts), min(*totals, min(prompts) + 1))

@@ -25,7 +25,6 @@ from rich.markup import escape
 
 from kvferry.cluster.config import Config
 from kvferry.cluster.ingress import prepared
-from kvferry.cluster.names import instance_names
 from kvferry.engine.packaged import PACKAGED_MODEL, packaged_gguf
 from kvferry.protocol.errors import ConfigError
 from kvferry.serve.deployment import build
@@ -109,7 +108,8 @@ def local_cluster(config: Config, quiet: bool = True) -> Iterator[str]:
 @contextmanager
 def _ray(config: Config, quiet: bool) -> Iterator[None]:
     """Ray on this machine; at the end Serve and Ray are shut down."""
-    slots = len(instance_names(config))
+    needed = sum(number for role, number in config.wanted().items() if role != "router")
+    slots = config.cluster.slots or max(needed, 2 * (os.cpu_count() or 2))
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     # The dashboard would bind one more port, and nothing here needs it.
     ray.init(

@@ -98,6 +98,9 @@ class SimNetwork:
     def resume(self, address: Address) -> None:
         self._by_incarnation[address.incarnation].resume()
 
+    def is_stopped(self, address: Address) -> bool:
+        return self._by_incarnation[address.incarnation].stopped
+
     def break_paths(self, a: Address, b: Address) -> None:
         """Break every connection between two processes, once; both live on and may connect again."""
         ends = {self._by_incarnation[a.incarnation], self._by_incarnation[b.incarnation]}
@@ -235,6 +238,10 @@ class SimCarrier:
         if self._held is None and not self.ended:
             self._held = []
             self._running.clear()
+
+    @property
+    def stopped(self) -> bool:
+        return self._held is not None
 
     def resume(self) -> None:
         if self._held is not None and not self.ended:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from kvferry.actors.actor import Actor
 from kvferry.actors.bootstrap.registry import Registry
@@ -16,6 +17,7 @@ from kvferry.actors.decode.decode import Decode
 from kvferry.actors.inbox import Inbox
 from kvferry.actors.leader import Parts
 from kvferry.actors.links import LinkLayer
+from kvferry.actors.pools import Pools, routers_of
 from kvferry.actors.prefill.prefill import Prefill
 from kvferry.actors.router.router import Router
 from kvferry.actors.settings import (
@@ -32,6 +34,7 @@ from kvferry.engine.contract import EngineLimits, StepPlan
 from kvferry.engine.scripted import ScriptedEngine, ScriptedTexts
 from kvferry.memory.ledger import PageCounts
 from kvferry.protocol.messages import Address, Layout, RankInfo
+from kvferry.sim.hosting import SimHosting
 from kvferry.sim.loop import VirtualClock
 from kvferry.sim.network import SimClock, SimNetwork
 from kvferry.transfer.contract import Endpoint
@@ -51,7 +54,7 @@ def prefill_cost_s(plan: StepPlan) -> float:
 
 @dataclass(frozen=True)
 class SimOptions:
-    """Sizes, clocks and faults of a simulated system."""
+    """Sizes, clocks and faults of a simulated system. `keep`: it has pools that scale, as the controller runs them."""
 
     seed: int = 1
     prefill: PrefillSettings = PrefillSettings(chunk_tokens=32, batch_tokens=64, pool_pages=64)
@@ -67,6 +70,10 @@ class SimOptions:
     eos_token_ids: tuple[int, ...] = ()
     bandwidth_bytes_s: float = 1e9
     cost_s: Callable[[StepPlan], float] = prefill_cost_s
+    keep: bool = False
+    drain_s: float = 60.0
+    slots: int = 64
+    start_s: float = 2.0
 
 
 @dataclass
@@ -90,6 +97,8 @@ class SimSystem:
     network: SimNetwork = field(init=False)
     fabric: FakeFabric = field(init=False)
     processes: dict[str, SimProcess] = field(default_factory=dict)
+    _pools: Pools | None = None
+    _keeping: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> SimSystem:
         clock = VirtualClock()
@@ -104,10 +113,13 @@ class SimSystem:
             self.spawn(role, name)
         while not all(self._linked(router) for router in self.routers()):
             await asyncio.sleep(0.05)
+        if self.options.keep:
+            await self._keep()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         tasks = [process.task for process in self.processes.values()]
+        tasks += [self._keeping] if self._keeping is not None else []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -125,6 +137,34 @@ class SimSystem:
         ranks = router.roster.ranks
         return router.roster.ready and all(router.network.is_up(rank.address.incarnation) for rank in ranks)
 
+    @property
+    def pools(self) -> Pools:
+        """The keeper of the numbers; only with the option `keep`."""
+        assert self._pools is not None
+        return self._pools
+
+    async def _keep(self) -> None:
+        options = self.options
+        hosting = SimHosting(self, options.slots, options.start_s)
+        wanted = self._wanted() | {"router": options.router.instances}
+        self._pools = Pools(hosting, VirtualClock(), wanted, options.drain_s)
+        self._keeping = asyncio.get_running_loop().create_task(self._pools.run())
+        while not self._pools.progress()["done"]:
+            await asyncio.sleep(0.05)
+
+    async def scaled(self, limit_s: float = 60.0, **numbers: int) -> dict[str, Any]:
+        """Ask the pools for other numbers and wait for them, `limit_s` of virtual time at most; the last progress."""
+        pools, clock = self.pools, VirtualClock()
+        pools.scale(numbers)
+        end_s = clock.now_s() + limit_s
+        while not pools.progress()["done"] and clock.now_s() < end_s:
+            await asyncio.sleep(0.05)
+        return pools.progress()
+
+    def _wanted(self) -> dict[str, int]:
+        numbers = {role: getattr(self.options, role).instances for role in ("prefill", "decode", "unified")}
+        return {role: number for role, number in numbers.items() if number or role != "unified"}
+
     # --- the parts ---
 
     @property
@@ -132,6 +172,12 @@ class SimSystem:
         actor = self.processes["router-0"].actor
         assert isinstance(actor, Router)
         return actor
+
+    def router_names(self) -> list[str]:
+        """Those that a front knows of, alive or not."""
+        if self._pools is not None:
+            return routers_of(self._pools.progress())
+        return [f"router-{i}" for i in range(self.options.router.instances)]
 
     def routers(self) -> list[Router]:
         """Those that live, in the order of their names."""
@@ -196,9 +242,7 @@ class SimSystem:
         endpoint: Endpoint | None = None
         actor: Actor
         if role == "registry":
-            options = self.options
-            wanted = {role: getattr(options, role).instances for role in ("prefill", "decode", "unified")}
-            actor = Registry(links, clock, mailbox, wanted)
+            actor = Registry(links, clock, mailbox, None if self._pools is not None else self._wanted())
         elif role == "router":
             settings, limits = self.options.router, self.options.clocks
             actor = Router(links, clock, mailbox, self.network.random, self.resolve, settings, limits, "fake")
