@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from kvferry.actors.settings import DecodeSettings, PrefillSettings, RouterSettings
 from kvferry.cluster.clock import SystemClock, SystemRandom
 from kvferry.cluster.config import Config
-from kvferry.cluster.controller import CONCURRENT_CALLS, RemoteHost
-from kvferry.cluster.names import NAMESPACE, REGISTRY, instance_names
+from kvferry.cluster.hosting import CONCURRENT_CALLS, RemoteHost
+from kvferry.cluster.names import NAMESPACE, REGISTRY
 from kvferry.cluster.network import open_network
 from kvferry.obs.metrics import FrontMetrics
 from kvferry.protocol.messages import RequestSpec, Roster, Sampling
@@ -46,6 +46,12 @@ class OneRouter:
     async def room(self, room: int) -> dict[str, Any] | None:
         return None
 
+    async def pools(self) -> dict[str, Any]:
+        return {}
+
+    async def scale(self, numbers: Mapping[str, int]) -> dict[str, Any]:
+        raise NotImplementedError("the pools are as large as they were made")
+
 
 @asynccontextmanager
 async def cluster(policies: Sequence[str], prefills: int, decodes: int) -> AsyncIterator[dict[str, Any]]:
@@ -58,15 +64,18 @@ async def cluster(policies: Sequence[str], prefills: int, decodes: int) -> Async
         logging_level=logging.ERROR,
     )  # fmt: skip
     try:
-        started = [_start("registry", REGISTRY, config)]
-        started += [_start(role, name, config) for role, name in instance_names(config)]
+        numbers = {"prefill": prefills, "decode": decodes}
+        names = [(role, f"{role}-{i}") for role, number in numbers.items() for i in range(number)]
+        registry = _start("registry", REGISTRY, config)
+        instances = [_start(role, name, config) for role, name in names]  # they live as long as their handles
         routers = {
             policy: _start("router", f"router-{policy}", replace(config, router=RouterSettings(policy=policy)))
             for policy in policies
         }
         async with asyncio.timeout(START_S):
             for router in routers.values():
-                await _linked(router, prefills + decodes)
+                await _linked(router, len(instances))
+            await registry.call.remote("want", numbers, [name for _, name in names])
         yield routers
     finally:
         ray.shutdown()
