@@ -25,7 +25,7 @@ from kvferry.protocol.messages import Roster
 
 #: Roles that scale: the least and the most of each. Without a router no request gets an answer, and one takes no slot;
 #: the others may be 0, to free what they hold: requests are then answered 503 until there is one again.
-LIMITS: dict[str, tuple[int, int]] = {"prefill": (0, 64), "decode": (0, 64), "router": (1, 64)}
+LIMITS: dict[str, tuple[int, int]] = {"prefill": (0, 64), "decode": (0, 64), "unified": (0, 64), "router": (1, 64)}
 
 #: Pauses between two looks, while something changes and while nothing does.
 SOON_S, LATER_S = 0.2, 1.0

@@ -159,6 +159,17 @@ class Registry(Actor):
         self._mailbox.put(Wanted(dict(numbers), frozenset(names)))
         return self.roster()
 
+    async def status(self) -> dict[str, Any]:
+        address = self.network.address
+        return {
+            "id": address.name,
+            "incarnation": f"{address.incarnation:016x}",
+            "pid": address.pid,
+            "version": self._version,
+            "ranks": len(self.table.ranks),
+            "counts": dict(self.counts),
+        }
+
     def receive(self, item: Any) -> None:
         if isinstance(item, StartFailed):
             self._could_not_start(item.instance, item.error)

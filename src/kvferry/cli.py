@@ -77,6 +77,9 @@ def _add_serve(commands: Any) -> None:
     serve.add_argument("--model", help="the packaged model, a local directory, or a hub id")
     serve.add_argument("--prefill", type=int, metavar="N", help="prefill instances")
     serve.add_argument("--decode", type=int, metavar="N", help="decode instances")
+    serve.add_argument(
+        "--unified", type=int, metavar="N", help="instances that are both, instead of prefill and decode"
+    )
     serve.add_argument("--host", help="address to listen on")
     serve.add_argument("--port", type=int, help="port to listen on")
     serve.add_argument("--json", action="store_true", help="when it is up, print one object instead of the curl line")
@@ -125,8 +128,9 @@ def run_serve(args: argparse.Namespace) -> int:
 
     overrides = {
         "model.model": args.model,
-        "prefill.instances": args.prefill,
-        "decode.instances": args.decode,
+        "prefill.instances": 0 if args.unified and args.prefill is None else args.prefill,
+        "decode.instances": 0 if args.unified and args.decode is None else args.decode,
+        "unified.instances": args.unified,
         "http.host": args.host,
         "http.port": args.port,
     }

@@ -394,7 +394,9 @@ def test_the_last_of_several_calls_wins(client_of: Any) -> None:
             assert progress["done"] and progress["version"] == 6
             assert progress["wanted"] == {"prefill": 2, "decode": 2, "router": 2}
             roles = [name.split("-")[0] for name in system.processes]
-            assert {role: roles.count(role) for role in ("prefill", "decode", "router")} == progress["wanted"]
+            assert {role: roles.count(role) for role in ("prefill", "decode", "unified", "router")} == progress[
+                "wanted"
+            ]
 
     run(main())
 
@@ -402,9 +404,9 @@ def test_the_last_of_several_calls_wins(client_of: Any) -> None:
 @pytest.mark.parametrize(
     ("numbers", "words"),
     [
-        ({}, "a number for one or more of prefill, decode, router"),
+        ({}, "a number for one or more of prefill, decode, unified, router"),
         ([2], "a number for one or more of"),
-        ({"decod": 2}, "decod: there is no such role; the roles are prefill, decode, router"),
+        ({"decod": 2}, "decod: there is no such role; the roles are prefill, decode, unified, router"),
         ({"decode": 65}, "decode: 65 is not acceptable; allowed: a whole number, at least 0 and at most 64"),
         ({"decode": -1}, "decode: -1 is not"),
         ({"decode": "2"}, "decode: '2' is not"),
@@ -421,7 +423,12 @@ def test_numbers_that_are_refused_change_nothing(numbers: Any, words: str) -> No
             with pytest.raises(InvalidRequest) as caught:
                 system.pools.scale(numbers)
             assert words in str(caught.value)
-            assert system.pools.version == 0 and system.pools.wanted == {"prefill": 1, "decode": 1, "router": 1}
+            assert system.pools.version == 0 and system.pools.wanted == {
+                "prefill": 1,
+                "decode": 1,
+                "unified": 0,
+                "router": 1,
+            }
 
     run(main())
 

@@ -59,7 +59,7 @@ async def test_a_new_controller_learns_from_a_front_what_was_wanted() -> None:
     present = [new_controller()]
     backend = RayBackend(lambda: Remote(present[0]), Config())
     first = await backend.pools()
-    assert first["wanted"] == {"prefill": 1, "decode": 1, "router": 1} and first["version"] == 0
+    assert first["wanted"] == {"prefill": 1, "decode": 1, "unified": 0, "router": 1} and first["version"] == 0
     assert (await backend.scale({"decode": 3}))["wanted"]["decode"] == 3
     present[0] = new_controller()
     second = await backend.pools()
@@ -139,9 +139,9 @@ async def test_without_a_controller_the_last_known_names_stay() -> None:
 
     backend._ask = ask  # type: ignore[method-assign]
     status = await backend.status()
-    assert sorted(asked) == ["decode-0", "decode-1", "prefill-0", "router-0", "router-1"]
+    assert sorted(asked) == ["decode-0", "decode-1", "prefill-0", "registry", "router-0", "router-1"]
     assert {row["id"] for row in status["instances"]} == {"decode-0", "decode-1", "prefill-0"}
-    assert status["routers"] == [] and status["rooms_live"] == 0
+    assert status["routers"] == [] and status["registry"] is None and status["rooms_live"] == 0
 
 
 async def test_names_follow_the_controller_and_what_has_no_room_is_not_asked() -> None:
@@ -158,6 +158,6 @@ async def test_names_follow_the_controller_and_what_has_no_room_is_not_asked() -
         asked.append(name)
 
     backend._ask = ask  # type: ignore[method-assign]
-    assert (await backend.status())["instances"] == [] and asked == []
+    assert (await backend.status())["instances"] == [] and asked == ["registry"]
     answer = await backend.pools()
     assert answer["missing"][0] == "prefill: 1 wanted, 0 placed; prefill-0 has no room"

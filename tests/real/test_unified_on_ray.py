@@ -1,50 +1,34 @@
-"""The unified actor hosted by Ray, in a cluster of its own, against the reference."""
+"""Unified instances behind the router on real Ray (`kvferry serve --unified 1`), against the reference."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytestmark = pytest.mark.real
 
 REFERENCE = json.loads((Path(__file__).parents[1] / "engine" / "reference.json").read_text())
-SCRIPT = """
-import json, sys
-import ray
-from kvferry.cluster.config import load
-from kvferry.cluster.hosting import RemoteHost
-from kvferry.protocol.messages import Address, RequestSpec, Sampling
-
-prompts = json.load(sys.stdin)
-ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-host = RemoteHost.options(num_cpus=0).remote("unified", "unified-0", load(None).to_bytes())
-nobody = Address("test", "", 0, "", 0)
-specs = [RequestSpec(i, tuple(ids), Sampling(max_tokens=32), nobody) for i, ids in enumerate(prompts)]
-answers = ray.get([host.call.remote("answer", spec) for spec in specs])
-status = ray.get(host.call.remote("status"))
-print(json.dumps([[[token.token_id for token in answer] for answer in answers], status["pages"]]))
-ray.shutdown()
-"""
 
 
-def test_unified_on_ray_equals_transformers() -> None:
+def test_unified_on_ray_equals_transformers(server: Any) -> None:
     entries = [entry for entry in REFERENCE["prompts"] if entry["length"] in (16, 64, 257)]
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        input=json.dumps([entry["prompt_ids"] for entry in entries]),
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
-    answers, pages = json.loads(done.stdout.splitlines()[-1])
-    assert pages["free"] == pages["total"]
-    for ids, entry in zip(answers, entries, strict=True):
-        end = entry["first_eos"]
-        right = entry["output_ids"][: None if end is None else end + 1]
-        at = next((i for i, (a, b) in enumerate(zip(ids, right, strict=True)) if a != b), None)
-        assert at is None or entry["margins"][at] <= 1e-3
+    unified = type(server)("--unified", "1")
+    try:
+        body = {"model": "smollm2-135m", "max_tokens": 32, "temperature": 0, "return_token_ids": True}
+        for entry in entries:
+            answer = unified.http.post("/v1/completions", json=body | {"prompt": entry["prompt_ids"]})
+            assert answer.status_code == 200, answer.text
+            end = entry["first_eos"]
+            right = entry["output_ids"][: None if end is None else end + 1]
+            ids = answer.json()["choices"][0]["token_ids"]
+            at = next((i for i, (a, b) in enumerate(zip(ids, right, strict=True)) if a != b), None)
+            assert at is None or entry["margins"][at] <= 1e-3
+        journal = unified.room(answer)
+        assert (journal["prefill"], journal["decode"], journal["kv_bytes"]) == ("unified-0", "unified-0", 0)
+        unified.wait_baseline()
+        assert [instance["role"] for instance in unified.status()["instances"]] == ["unified"]
+    finally:
+        unified.stop()

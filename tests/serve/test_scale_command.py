@@ -103,7 +103,7 @@ async def test_a_controller_that_is_new_is_waited_for(served: Any) -> None:
 @pytest.mark.parametrize(
     ("argument", "words"),
     [
-        ("decod=2", "decod: there is no such role; the roles are prefill, decode, router (HTTP 400)"),
+        ("decod=2", "decod: there is no such role; the roles are prefill, decode, unified, router (HTTP 400)"),
         ("decode=65", "decode: 65 is not acceptable; allowed: a whole number, at least 0 and at most 64 (HTTP 400)"),
         ("router=0", "router: 0 is not acceptable; allowed: a whole number, at least 1 and at most 64 (HTTP 400)"),
         ("decode", "'decode' is not acceptable; allowed: ROLE=N, such as decode=3"),

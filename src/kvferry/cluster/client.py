@@ -90,13 +90,16 @@ class RayBackend:
         """Every instance that there should be; one that does not answer has no numbers."""
         names = names_of(self._known, [role for role in LIMITS if role != "router"])
         routers = names_of(self._known, ("router",))
-        answers = await asyncio.gather(*(self._ask(name, "status") for _, name in names + routers))
+        answers = await asyncio.gather(
+            *(self._ask(name, "status") for _, name in [*names, *routers, ("registry", REGISTRY)])
+        )
         instances = [
             answer or {"id": name, "role": role, "incarnation": None, "ranks": [], "queues": {}, "pages": {}}
             for (role, name), answer in zip(names, answers, strict=False)
         ]
-        live = [answer or {} for answer in answers[len(names) :]]
+        live = [answer or {} for answer in answers[len(names) : -1]]
         return {
+            "registry": answers[-1],
             "instances": instances,
             "routers": [router for router in live if router],
             "rooms_live": sum(router.get("rooms_live", 0) for router in live),

@@ -32,6 +32,7 @@ from kvferry.actors.settings import (
     RouterSettings,
     Settings,
     TransferSettings,
+    UnifiedSettings,
 )
 from kvferry.cluster.config_rules import HIDDEN, check
 from kvferry.protocol.errors import ConfigError
@@ -105,6 +106,7 @@ class Config(Settings, frozen=True):
     model: ModelSettings = ModelSettings()
     prefill: PrefillSettings = PrefillSettings()
     decode: DecodeSettings = DecodeSettings()
+    unified: UnifiedSettings = UnifiedSettings()
     router: RouterSettings = RouterSettings()
     transfer: TransferSettings = TransferSettings()
     clocks: ClockSettings = ClockSettings()
@@ -125,6 +127,7 @@ class Config(Settings, frozen=True):
         return {
             "prefill": self.prefill.instances,
             "decode": self.decode.instances,
+            "unified": self.unified.instances,
             "router": self.router.instances,
         }
 

@@ -38,17 +38,24 @@ _POOL = Range(1, 2**24, "pages")
 RANGES: dict[str, Range] = {
     "http.port": Range(0, 65_535),
     "model.page_size": Range(1, 1024, "tokens"),
-    "prefill.instances": Range(1, 64),
+    "prefill.instances": Range(0, 64),
     "prefill.pool_pages": _POOL,
     "prefill.chunk_tokens": Range(1, 65_536, "tokens"),
     "prefill.batch_tokens": Range(1, 1_048_576, "tokens"),
     "prefill.max_rooms": Range(1, 65_536),
     "prefill.threads": Range(1, 1024),
-    "decode.instances": Range(1, 64),
+    "decode.instances": Range(0, 64),
     "decode.pool_pages": _POOL,
     "decode.max_running": Range(1, 4096),
     "decode.max_rooms": Range(1, 65_536),
     "decode.threads": Range(1, 1024),
+    "unified.instances": Range(0, 64),
+    "unified.pool_pages": _POOL,
+    "unified.chunk_tokens": Range(1, 65_536, "tokens"),
+    "unified.batch_tokens": Range(1, 1_048_576, "tokens"),
+    "unified.max_running": Range(1, 4096),
+    "unified.max_rooms": Range(1, 65_536),
+    "unified.threads": Range(1, 1024),
     "router.instances": Range(1, 64),
     "router.max_requests": Range(1, 65_536),
     "router.queue_limit": Range(0, 65_536),
@@ -146,21 +153,35 @@ def _single(config: Config) -> Iterator[Complaint]:
 
 
 def _chunk(config: Config) -> Iterator[Complaint]:
-    chunk, page = config.prefill.chunk_tokens, config.model.page_size
-    if chunk % page:
-        yield "prefill.chunk_tokens", chunk, f"a multiple of model.page_size ({page})"
-    if chunk > config.prefill.batch_tokens:
-        yield "prefill.chunk_tokens", chunk, f"at most prefill.batch_tokens ({config.prefill.batch_tokens})"
-    if chunk > (tokens := config.prefill.pool_pages * page):
-        yield "prefill.chunk_tokens", chunk, f"at most prefill.pool_pages * model.page_size ({tokens})"
+    page = config.model.page_size
+    for role, settings in (("prefill", config.prefill), ("unified", config.unified)):
+        chunk, key = settings.chunk_tokens, f"{role}.chunk_tokens"
+        if chunk % page:
+            yield key, chunk, f"a multiple of model.page_size ({page})"
+        if chunk > settings.batch_tokens:
+            yield key, chunk, f"at most {role}.batch_tokens ({settings.batch_tokens})"
+        if chunk > (tokens := settings.pool_pages * page):
+            yield key, chunk, f"at most {role}.pool_pages * model.page_size ({tokens})"
 
 
 def _running(config: Config) -> Iterator[Complaint]:
-    decode = config.decode
-    if decode.max_running > decode.max_rooms:
-        yield "decode.max_running", decode.max_running, f"at most decode.max_rooms ({decode.max_rooms})"
-    if decode.max_running > decode.pool_pages:
-        yield "decode.max_running", decode.max_running, f"at most decode.pool_pages ({decode.pool_pages})"
+    for role, settings in (("decode", config.decode), ("unified", config.unified)):
+        running, key = settings.max_running, f"{role}.max_running"
+        if running > settings.max_rooms:
+            yield key, running, f"at most {role}.max_rooms ({settings.max_rooms})"
+        if running > settings.pool_pages:
+            yield key, running, f"at most {role}.pool_pages ({settings.pool_pages})"
+    if config.unified.max_running > config.unified.batch_tokens:  # a forward takes one token of each that runs
+        allowed = f"at most unified.batch_tokens ({config.unified.batch_tokens})"
+        yield "unified.max_running", config.unified.max_running, allowed
+
+
+def _somebody(config: Config) -> Iterator[Complaint]:
+    """Who starts with nobody can't have meant it; pools may be scaled to nothing later."""
+    if config.unified.instances or (config.prefill.instances and config.decode.instances):
+        return
+    role = "decode" if config.prefill.instances else "prefill"
+    yield f"{role}.instances", 0, "at least 1, unless unified.instances is"
 
 
 def _silence(config: Config) -> Iterator[Complaint]:
@@ -197,5 +218,5 @@ def _slots(config: Config) -> Iterator[Complaint]:
 
 
 CONTRADICTIONS: tuple[Callable[[Config], Iterator[Complaint]], ...] = (
-    _chunk, _running, _breaker, _silence, _poll, _ingress, _slots,
+    _somebody, _chunk, _running, _breaker, _silence, _poll, _ingress, _slots,
 )  # fmt: skip

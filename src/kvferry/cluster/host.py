@@ -13,7 +13,6 @@ import ray
 
 from kvferry.actors.actor import Actor
 from kvferry.actors.leader import Leader
-from kvferry.actors.unified.unified import Unified
 from kvferry.cluster.config import Config
 from kvferry.cluster.names import NAMESPACE, REGISTRY
 from kvferry.cluster.roles import build_role
@@ -24,7 +23,7 @@ log = logging.getLogger("kvferry.host")
 REPORT_TIMEOUT_S = 5.0
 
 #: Methods of the actors that may be called through Ray.
-CALLS = frozenset({"submit", "journal", "status", "roster", "answer", "start_failed", "want", "drain", "drained"})
+CALLS = frozenset({"submit", "journal", "status", "roster", "start_failed", "want", "drain", "drained"})
 
 
 class Host:
@@ -36,18 +35,12 @@ class Host:
     def __init__(self, role: str, name: str, config: bytes) -> None:
         self._role, self._name = role, name
         self._config = Config.from_bytes(config)
-        self._actor: asyncio.Future[Actor | Unified] = asyncio.get_running_loop().create_future()
+        self._actor: asyncio.Future[Actor] = asyncio.get_running_loop().create_future()
         self._task = asyncio.get_running_loop().create_task(self._live())
 
     async def address(self) -> Address:
-        """Where its links are, with its incarnation; waits until the actor has been built.
-
-        Raises LookupError for a unified actor, which has no links.
-        """
-        actor = await self._built()
-        if isinstance(actor, Unified):
-            raise LookupError(f"{self._name} is a unified actor: it has no links")
-        return actor.network.address
+        """Where its links are, with its incarnation; waits until the actor has been built."""
+        return (await self._built()).network.address
 
     async def call(self, method: str, *args: Any) -> Any:
         """One of `CALLS` on the actor."""
@@ -72,7 +65,7 @@ class Host:
         await asyncio.wait({self._task})
         return pages
 
-    async def _built(self) -> Actor | Unified:
+    async def _built(self) -> Actor:
         return await asyncio.shield(self._actor)
 
     async def _live(self) -> None:

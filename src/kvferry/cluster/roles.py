@@ -14,7 +14,8 @@ from kvferry.actors.leader import Parts
 from kvferry.actors.ports import Network, Resolve
 from kvferry.actors.prefill.prefill import Prefill
 from kvferry.actors.router.router import Router
-from kvferry.actors.unified.unified import Unified
+from kvferry.actors.settings import DecodeSettings, PrefillSettings, UnifiedSettings
+from kvferry.actors.unified.leader import UnifiedLeader
 from kvferry.cluster.clock import SystemClock, SystemRandom
 from kvferry.cluster.config import Config
 from kvferry.cluster.names import NAMESPACE, REGISTRY
@@ -26,6 +27,7 @@ from kvferry.engine.torch_engine import TorchEngine
 from kvferry.protocol.messages import Address, RankInfo
 from kvferry.transfer.backends import make_endpoint
 from kvferry.transfer.contract import Endpoint, OnNotify
+from kvferry.transfer.nowhere import Nowhere
 
 LOOKUP_TIMEOUT_S = 5.0
 
@@ -40,10 +42,8 @@ async def resolve(name: str) -> Address:
     return address
 
 
-async def build_role(role: str, name: str, config: Config) -> Actor | Unified:
+async def build_role(role: str, name: str, config: Config) -> Actor:
     """The actor of `role`, ready to run; models are loaded and memory registered off the loop."""
-    if role == "unified":
-        return await _unified(config)
     if role != "registry":
         await _check_reachable(config)
     clock, random = SystemClock(), SystemRandom()
@@ -67,29 +67,24 @@ async def _check_reachable(config: Config) -> None:
     check_reachable(config.cluster.bind_host, registry)
 
 
-async def _unified(config: Config) -> Unified:
-    """Both roles in one process: one pool of both roles' pages, both roles' threads."""
-    prefill, decode = config.prefill, config.decode
-    pages, threads = prefill.pool_pages + decode.pool_pages, prefill.threads + decode.threads
-    loaded, engine = await asyncio.to_thread(load_engine, config, pages, 1, threads)
-    texts = TokenizerTexts(loaded.tokenizer, loaded.eos_token_ids)
-    return Unified(engine, texts, prefill.chunk_tokens, prefill.batch_tokens, decode.max_running)
-
-
 async def _leader(role: str, name: str, config: Config, network: Network, resolve: Resolve) -> Actor:
     clock = SystemClock()
-    settings = config.prefill if role == "prefill" else config.decode
+    settings: PrefillSettings | DecodeSettings | UnifiedSettings = getattr(config, role)
     # A metadata row per room that can be held, those included that only wait for proof.
     sizes = (settings.pool_pages, settings.max_rooms, settings.threads)
     loaded, engine = await asyncio.to_thread(load_engine, config, *sizes)
     texts = TokenizerTexts(loaded.tokenizer, loaded.eos_token_ids)
     inbox = Inbox()
-    endpoint = await _endpoint(config, engine, network, inbox)
+    endpoint: Endpoint = Nowhere(network.address.incarnation)
+    if role != "unified":
+        endpoint = await _endpoint(config, engine, network, inbox)
     info = _rank_info(role, name, config, network.address, engine)
     mailbox, clocks = config.links.mailbox, config.clocks
     parts = Parts(network, clock, mailbox, resolve, engine, texts, endpoint, info, clocks, settings.max_rooms)
     if role == "prefill":
         return Prefill(parts, config.prefill)
+    if role == "unified":
+        return UnifiedLeader(parts, config.unified)
     decode = Decode(parts, config.decode)
     inbox.deliver = decode.notified
     return decode

@@ -197,7 +197,7 @@ def _missing(answer: httpx.Response) -> str:
 
 def _say_hello(config: Config, as_json: bool, out: TextIO) -> None:
     url = base_url(config)
-    pairs = f"{config.prefill.instances} prefill + {config.decode.instances} decode"
+    pairs = " + ".join(f"{n} {role}" for role, n in config.wanted().items() if n and role != "router")
     hello = f"[bold green]KVFerry serves {config.served_name()} at {url}/v1[/bold green]"
     console.print(f"{hello} ({pairs}); Ctrl-C stops it")
     console.print(f"a page to chat with it: {url}/")
