@@ -392,7 +392,7 @@ def test_the_last_of_several_calls_wins(client_of: Any) -> None:
             system.pools.scale({"prefill": 2, "router": 2})
             progress = await system.scaled(decode=2)
             assert progress["done"] and progress["version"] == 6
-            assert progress["wanted"] == {"prefill": 2, "decode": 2, "router": 2}
+            assert progress["wanted"] == {"prefill": 2, "decode": 2, "unified": 0, "router": 2}
             roles = [name.split("-")[0] for name in system.processes]
             assert {role: roles.count(role) for role in ("prefill", "decode", "unified", "router")} == progress[
                 "wanted"
