@@ -149,6 +149,7 @@ class Pools:
         finally:
             for task in self._tasks:
                 task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _look(self) -> None:
         """Tell the registry what is wanted, and see who has registered; ask each router whether it is linked."""

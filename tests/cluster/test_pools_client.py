@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -46,13 +47,22 @@ class Remote:
         return Call
 
 
+CONTROLLERS: list[Controller] = []
+
+
 @pytest.fixture(autouse=True)
-def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+async def _no_ray(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
     monkeypatch.setattr(controller_module, "RayHosting", NoRoom)
+    yield
+    for controller in CONTROLLERS:
+        controller._task.cancel()
+    await asyncio.gather(*(controller._task for controller in CONTROLLERS), return_exceptions=True)
+    CONTROLLERS.clear()
 
 
 def new_controller() -> Controller:
-    return Controller(Config().to_bytes())
+    CONTROLLERS.append(Controller(Config().to_bytes()))
+    return CONTROLLERS[-1]
 
 
 async def test_a_new_controller_learns_from_a_front_what_was_wanted() -> None:
