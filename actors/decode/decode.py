@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from kvferry.actors.decode.arrival import metadata_of, problem_of
 from kvferry.actors.decode.batch import Batch
 from kvferry.actors.decode.meter import Meter
 from kvferry.actors.decode.room import DecodeRoom
@@ -37,7 +38,7 @@ from kvferry.protocol.messages import (
     Retracted,
     UnknownRoom,
 )
-from kvferry.protocol.metadata import Metadata, decode_notification
+from kvferry.protocol.metadata import decode_notification
 from kvferry.protocol.receiver import ReceiverEvent, ReceiverMachine, ReceiverState
 from kvferry.transfer.contract import encode_descriptor
 
@@ -198,23 +199,11 @@ class Decode(Leader[DecodeRoom]):
             return
         self.act(room, room.machine.rank_received(news.rank))
         if room.machine.all_received:
-            problem = self._check(room)
+            problem = problem_of(self.engine, room)
             if problem is None:
                 self.act(room, room.machine.handle(ReceiverEvent.ALL_RECEIVED))
             else:
                 self.fail(room, ReceiverEvent.CHECK_FAILED, problem, room.peer.name, "handoff_failed")
-
-    def _check(self, room: DecodeRoom) -> str | None:
-        """What is wrong with the metadata as it lies here, or None."""
-        found = self._metadata(room)
-        expected = (room.room, room.peer.incarnation, room.prompt_tokens)
-        if (found.room, found.incarnation, found.prompt_tokens) != expected:
-            return f"the metadata row holds {found}; expected room, incarnation and prompt tokens {expected}"
-        return found.token_problem(room.spec.sampling.logprobs, self.engine.limits.vocab_size)
-
-    def _metadata(self, room: DecodeRoom) -> Metadata:
-        assert room.holding is not None
-        return Metadata.unpack(self.engine.metadata_row(room.holding.rows[0]))
 
     def _commit(self, room: DecodeRoom) -> None:
         assert room.holding is not None
@@ -223,7 +212,7 @@ class Decode(Leader[DecodeRoom]):
         room.clocks.stop()
         self.tell_room(room, Committed(room.room))
         self.batch.commit(room)
-        metadata = self._metadata(room)
+        metadata = metadata_of(self.engine, room)
         self._token(room, metadata.first_token, metadata.logprobs)
 
     # --- the running batch ---
