@@ -68,7 +68,7 @@ class Router(Actor):
         self.settings = settings
         self.roster = Roster(0, (), False, ("the registry has not answered yet",))
         self.guests: dict[int, Guest] = {}
-        self.ended: OrderedDict[int, dict[str, Any]] = OrderedDict()
+        self.ended: OrderedDict[int, Journal] = OrderedDict()
         self.membership = Membership(network, resolve, Watch(network.address.name), self.spawn, self._mailbox.put)
         self._random = random
         self._backend = backend
@@ -99,7 +99,8 @@ class Router(Actor):
     async def journal(self, room: int) -> dict[str, Any] | None:
         """The journal of a live or recently ended room."""
         guest = self.guests.get(room)
-        return guest.room.journal.as_object(self.clock.now_s()) if guest else self.ended.get(room)
+        journal = guest.room.journal if guest else self.ended.get(room)
+        return journal.as_object(self.clock.now_s()) if journal else None
 
     async def status(self) -> dict[str, Any]:
         live = sum(not guest.answer.done() for guest in self.guests.values())
@@ -144,7 +145,8 @@ class Router(Actor):
             self._redial_at_s = now_s + REDIAL_S
             self._dial_leaders()
         for guest in self.guests.values():
-            guest.room.post(RoomTick())
+            if guest.room.is_due(now_s):
+                guest.room.post(RoomTick())
 
     def link_up(self, peer: Address) -> None:
         self.membership.link_up(peer)
@@ -307,6 +309,7 @@ class Router(Actor):
             guest.room.crashed(cause)
         self.fleet.over(room_id, *guest.pair, guest.committed)
         self._durations_s.append(now_s - guest.began_s)
-        self.ended[room_id] = guest.room.journal.as_object(now_s)
+        guest.room.journal.end(now_s)
+        self.ended[room_id] = guest.room.journal
         while len(self.ended) > self.settings.journal_rooms:
             self.ended.popitem(last=False)

@@ -15,11 +15,19 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from kvferry.protocol.errors import IllegalEvent
 
+
+class Symbol(Enum):
+    """A state or an event. Members are looked up in tables at every step, so they hash by identity (each exists once)
+    rather than by name, as Enum would have it in Python code."""
+
+    __hash__ = object.__hash__
+
+
 S = TypeVar("S", bound=Enum)
 E = TypeVar("E", bound=Enum)
 
 
-class Verdict(Enum):
+class Verdict(Symbol):
     IGNORED = "ignored"
     REFUSED = "refused"
 
@@ -95,7 +103,7 @@ class Machine(Generic[S, E]):
 
     def _apply(self, event: E, payload: dict[str, Any]) -> None:
         cell: Cell[S] = self.TABLE[self.state][event]
-        if isinstance(cell, Verdict):
+        if type(cell) is Verdict:
             if cell is REFUSED and event in self.LOCAL:
                 raise IllegalEvent(f"{type(self).__name__}: {event.name} is not allowed in state {self.state.name}")
             self.counts[(cell, self.state, event)] += 1
