@@ -103,7 +103,7 @@ class Machine(Generic[S, E]):
 
     def _apply(self, event: E, payload: dict[str, Any]) -> None:
         cell: Cell[S] = self.TABLE[self.state][event]
-        if type(cell) is Verdict:
+        if isinstance(cell, Verdict):
             if cell is REFUSED and event in self.LOCAL:
                 raise IllegalEvent(f"{type(self).__name__}: {event.name} is not allowed in state {self.state.name}")
             self.counts[(cell, self.state, event)] += 1
