@@ -11,6 +11,8 @@ T = TypeVar("T")
 class Mailbox(Generic[T]):
     """`post` never waits: it returns False when `limit` items lie here. `take` returns all that came, in order."""
 
+    __slots__ = ("_items", "_waiting", "limit")
+
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._items: list[T] = []

@@ -57,6 +57,8 @@ RoomItem = FromLeg | LegLost | AbortRequested | RoomTick
 class Room:
     """`send` carries a message to a leader; `resolve` is called once, with None when decode has committed."""
 
+    __slots__ = ("_ended", "_legs", "_mailbox", "_refused", "_resolve", "_send", "clock", "journal", "machine")
+
     def __init__(
         self,
         machine: RoomMachine,

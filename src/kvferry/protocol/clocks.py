@@ -44,6 +44,8 @@ class Expiry:
 class Clocks:
     """At most one wait at a time, and the progress clock. Sans-IO: `now_s` is passed in."""
 
+    __slots__ = ("_limits", "_progress_s", "_seen", "_stopped", "_wait", "_wait_since_s")
+
     def __init__(self, limits: Limits, now_s: float) -> None:
         self._limits = limits
         self._wait: Wait | None = None
