@@ -131,9 +131,9 @@ async def requests(leaders: Any, router: Any, front: Any, count: int, at_once: i
 
 async def tokens(pump: Any, front: Any, streams: int, count: int) -> Tokens:
     for steps in (max(2, count // 10), count):
-        sending = pump.run.remote(streams, steps, STEP_S)
-        received: Meter = await front.ask.remote(streams, streams, steps)
-        sent: Meter = await sending
+        sent, received = await asyncio.gather(
+            pump.run.remote(streams, steps, STEP_S), front.ask.remote(streams, streams, steps)
+        )
     return Tokens(sent.cpu_s / streams / count * 1e6, received.cpu_s / streams / count * 1e6)
 
 
@@ -160,6 +160,11 @@ class Results:
     serve: TrivialServe
 
 
+def say(part: str) -> None:
+    """A run takes minutes: which part it is at."""
+    print(f"control: {part}", file=sys.stderr, flush=True)
+
+
 async def measure(scale: float, port: int) -> Results:
     """`scale` 1 is the full run; less makes every count smaller."""
 
@@ -167,29 +172,36 @@ async def measure(scale: float, port: int) -> Results:
         return max(least, int(count * scale))
 
     found: dict[str, Any] = {}
+    say("rooms and requests over ZMQ")
     async with Stage() as stage:
         system = await stage.system("zmq", LEADERS)
         found["rooms"] = await rooms(*system, some(4000, 20), 64)
         found["rooms_alone"] = await rooms(*system, some(500, 5), 1)
         front = await stage.put(RemoteFront, "front-0", "zmq")
         found["requests"] = await requests(*system[:2], front, some(640, STREAMS), STREAMS, 8)
+    say("rooms and requests over Ray calls")
     async with Stage() as stage:
         system = await stage.system("ray", LEADERS)
         found["rooms_ray"] = await rooms(*system, some(2000, 20), 64)
         front = await stage.put(RemoteFront, "front-0", "ray")
         found["requests_ray"] = await requests(*system[:2], front, some(320, STREAMS), STREAMS, 8)
     for carrier, name, count in (("zmq", "tokens", 600), ("ray", "tokens_ray", 300)):
+        say(f"tokens over {carrier}")
         async with Stage() as stage:
             pump = await stage.put(RemotePump, "decode-0", carrier)
             front = await stage.put(RemoteFront, "front-0", carrier, pump)
             found[name] = await tokens(pump, front, STREAMS, some(count, 4))
+    say("tokens over Ray streaming generators")
     async with Stage() as stage:
         source, front = await stage.put(RemoteGenerators, "decode-0"), await stage.put(RemoteFront, "front-0", "zmq")
         found["tokens_generators"] = await generators(source, front, STREAMS, some(60, 3))
+    say("rooms that wait")
     async with Stage() as stage:
         _, router, sink = await stage.system("zmq", PARKERS)
         found["bytes_per_parked_room"] = await router.park.remote(some(6000, 50), sink)
+    say("a Ray actor per room")
     found["process"] = await process_per_room(some(8, 1), 2)
+    say("Serve with a trivial application")
     found["serve"] = await trivial_serve(port, some(600, STREAMS), STREAMS, some(100, 3))
     return Results(**found)
 

@@ -79,7 +79,7 @@ class Pump(Station):
         for index in range(tokens):
             emission = Emission(TEXT, "length" if index == tokens - 1 else "")
             for room in self._rooms:
-                self._outbox.put(room, index, 7, emission)  # type: ignore[arg-type]
+                self._outbox.put(room, index, 7, emission, None)  # type: ignore[arg-type]
             self._outbox.flush()
             await asyncio.sleep(step_s)
         spent = (await self.meter()).since(before)
@@ -204,12 +204,12 @@ class FrontStation(Station):
         return (await self.meter()).since(before)
 
     async def _consume(self, generators: Any, request: int, tokens: int) -> None:
-        writer = ChatWriter(Head("chatcmpl-x", 0, MODEL, (), False, False))
+        writer = ChatWriter(Head("chatcmpl-x", 0, MODEL, ((),), 1, False, False, None))
         items = generators.tokens.options(num_returns="streaming").remote(request, tokens)
         seen = 0
         async for reference in items:
             token = msgspec.msgpack.decode(await reference, type=Token)
-            self.sent_bytes += len(writer.tokens([token]))
+            self.sent_bytes += len(writer.tokens(0, [token]))
             seen += 1
         assert seen == tokens
 

@@ -18,9 +18,9 @@ from kvferry.actors.router.router import Router
 from kvferry.actors.settings import ClockSettings, DecodeSettings, PrefillSettings, RouterSettings
 from kvferry.cluster.clock import SystemClock, SystemRandom
 from kvferry.engine.contract import Drawn, Engine, EngineLimits, StepPlan, StepResult
-from kvferry.engine.rules import METADATA_ROW_BYTES
 from kvferry.engine.scripted import ScriptedTexts
 from kvferry.protocol.messages import Layout, RankInfo
+from kvferry.protocol.metadata import ROW_BYTES
 from kvferry.transfer.contract import Region, RegionKind
 from kvferry.transfer.fake import FakeFabric
 
@@ -39,14 +39,14 @@ class ZeroCostEngine:
 
     def __init__(self) -> None:
         self._pool = np.zeros((2, LIMITS.pages, PAGE_SIZE), dtype=np.float32)
-        self._rows = np.zeros((self.metadata_rows, METADATA_ROW_BYTES), dtype=np.uint8)
+        self._rows = np.zeros((self.metadata_rows, ROW_BYTES), dtype=np.uint8)
 
     def regions(self) -> tuple[Region, ...]:
         pages = tuple(
             Region(RegionKind.PAGES, part, 0, pool.ctypes.data, pool[0].nbytes, LIMITS.pages, 0, 1)
             for part, pool in zip("kv", self._pool, strict=True)
         )
-        base, size = self._rows.ctypes.data, METADATA_ROW_BYTES
+        base, size = self._rows.ctypes.data, ROW_BYTES
         return (*pages, Region(RegionKind.ROWS, "metadata", -1, base, size, self.metadata_rows))
 
     def metadata_row(self, slot: int) -> memoryview:
@@ -77,7 +77,7 @@ def build(role: str, network: LinkLayer, resolve: Resolve, plane: FakeFabric | N
     if role == "registry":
         return Registry(network, clock, MAILBOX, {"prefill": 1, "decode": 1})
     if role == "router":
-        settings = RouterSettings(max_requests=MOST_ROOMS, journal_rooms=4096)
+        settings = RouterSettings(max_requests=MOST_ROOMS, queue_limit=MOST_ROOMS)
         return Router(network, clock, MAILBOX, SystemRandom(), resolve, settings, clocks, "fake")
     assert plane is not None
     return _leader(role, network, resolve, plane, ZeroCostEngine())

@@ -1,4 +1,4 @@
-"""`bench/control.py` runs, prints each of its figures, and counts right. How fast anything is is nobody's business here."""
+"""`bench/control.py` runs, prints each of its figures, and counts right. How fast it is, is not asked here."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ PEERS = {
     "us_per_token_32_streams_ray_carrier", "us_per_token_32_streams_ray_generator",
     "us_per_token_32_streams_trivial_serve", "requests_per_s_trivial_serve", "bytes_per_room_ray_actor_each",
 }  # fmt: skip
-#: Of one room: the router opens 2 legs; prefill tells the room Opened, 4 steps of progress, PrefillDone and Drained, and
-#: decode the steps and Drained; decode tells the room Opened, Admitted, Received and Committed, and prefill Destination.
+#: Of one room: the router opens 2 legs; prefill tells the room Opened, 4 steps of progress, PrefillDone and Drained,
+#: and decode the steps and Drained; decode tells the room Opened, Admitted, Received and Committed, and prefill its
+#: Destination.
 MESSAGES_OF_A_ROOM = 2 + 7 + 5 + 4 + 1
 
 
