@@ -10,15 +10,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
-import re
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import ray
 from control_parts import LAYOUT, MAILBOX, build, fabric
+from control_room import private_bytes
 
 from kvferry.actors.actor import Actor
 from kvferry.actors.links import LinkLayer
@@ -26,8 +25,8 @@ from kvferry.actors.ports import LostReason
 from kvferry.actors.router.router import Router
 from kvferry.actors.settings import LinkSettings
 from kvferry.cluster.clock import SystemClock, SystemRandom
+from kvferry.cluster.names import NAMESPACE
 from kvferry.cluster.network import open_network
-from kvferry.cluster.roles import resolve
 from kvferry.protocol.messages import (
     Address,
     Message,
@@ -72,9 +71,10 @@ def count_calls() -> None:
     if getattr(inner, "counts", False):
         return
 
-    def counted(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        _calls[method_name] += 1
-        return inner(self, method_name, *args, **kwargs)
+    def counted(self: Any, method_name: str, args: Any = None, *more: Any, **kwargs: Any) -> Any:
+        # What goes through a host's `call` is known by the method that it names.
+        _calls[args[0] if method_name == "call" and args else method_name] += 1
+        return inner(self, method_name, args, *more, **kwargs)
 
     counted.counts = True  # type: ignore[attr-defined]
     handle._actor_method_call = counted
@@ -89,10 +89,13 @@ def process_counts_calls(_actor: object = None) -> None:
     count_calls()
 
 
-def private_bytes() -> int:
-    """Memory that is this process's alone."""
-    rows = re.findall(r"^Private_\w+:\s+(\d+) kB$", Path("/proc/self/smaps_rollup").read_text(), re.MULTILINE)
-    return 1024 * sum(map(int, rows))
+async def resolve(name: str) -> Address:
+    """As `kvferry.cluster.roles.resolve`, which a process that loads no model need not import."""
+    try:
+        address: Address = await ray.get_actor(name, namespace=NAMESPACE).address.remote()
+    except (ValueError, ray.exceptions.RayError) as error:
+        raise LookupError(f"{name}: {error}") from None
+    return address
 
 
 class Sink:

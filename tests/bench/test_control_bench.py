@@ -40,7 +40,7 @@ def test_every_figure_is_there_and_the_counts_are_right() -> None:
     for peer in ("a Ray actor per room", "Ray calls as the carrier", "streaming generator", "trivial application"):
         assert peer in text
     # 32 requests, a call each; the front's own link has nothing to say to the router.
-    assert figures["ray_calls_per_request"] == 1 and figures["ray_calls"] == {"call": 32}
+    assert figures["ray_calls_per_request"] == 1 and figures["ray_calls"] == {"submit": 32}
     assert figures["ray_calls_by_the_clock"].keys() <= {"roster"}
     assert figures["ray_calls_per_request_ray_carrier"] > 1
     # Beside the room's own: a batch or two of tokens, and who waits for a second says so.
