@@ -8,13 +8,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from kvferry.actors.mailbox import Mailbox
 from kvferry.actors.ports import Clock, LostReason, Network
 from kvferry.protocol.messages import Address, Message
 
 
-@dataclass(frozen=True)
-class FromPeer:
+class FromPeer(msgspec.Struct, frozen=True, gc=False):
     peer: Address
     message: Message
 
@@ -100,13 +101,14 @@ class Actor:
 
     def receive(self, item: Any) -> None:
         """One item. Subclasses handle their own kinds and pass the others on."""
+        if type(item) is FromPeer:
+            handler = self._on_message.get(type(item.message))
+            if handler is None:
+                self.counts[f"unexpected {type(item.message).__name__}"] += 1
+            else:
+                handler(item.peer, item.message)
+            return
         match item:
-            case FromPeer(peer, message):
-                handler = self._on_message.get(type(message))
-                if handler is None:
-                    self.counts[f"unexpected {type(message).__name__}"] += 1
-                else:
-                    handler(peer, message)
             case LinkUp(peer):
                 self.link_up(peer)
             case LinkLost(peer, reason):

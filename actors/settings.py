@@ -33,8 +33,11 @@ class ClockSettings(Settings, frozen=True):
 
 
 class LinkSettings(Settings, frozen=True):
-    """`silence_s` of silence end a link; `mailbox` messages fit an actor's mailbox."""
+    """`carrier`: "zmq", or "ray" for calls between the actors. `silence_s` of silence end a link; `mailbox` messages
+    fit an actor's mailbox.
+    """
 
+    carrier: str = "zmq"
     heartbeat_s: float = 1.0
     silence_s: float = 10.0
     resend_s: float = 0.5

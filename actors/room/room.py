@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
+
+import msgspec
 
 from kvferry.actors.mailbox import Mailbox
 from kvferry.actors.ports import Clock, LostReason
@@ -29,27 +31,23 @@ from kvferry.protocol.room import DECODE, PREFILL, End, Resolve, RoomEvent, Room
 SendTo = Callable[[Address, Message], bool]
 
 
-@dataclass(frozen=True)
-class FromLeg:
+class FromLeg(msgspec.Struct, frozen=True, gc=False):
     """Item: a message about this room, from one of its leaders (or a source rank)."""
 
     peer: Address
     message: Message
 
 
-@dataclass(frozen=True)
-class LegLost:
+class LegLost(msgspec.Struct, frozen=True, gc=False):
     peer: Address
     reason: LostReason
 
 
-@dataclass(frozen=True)
-class AbortRequested:
+class AbortRequested(msgspec.Struct, frozen=True, gc=False):
     cause: Cause
 
 
-@dataclass(frozen=True)
-class RoomTick:
+class RoomTick(msgspec.Struct, frozen=True, gc=False):
     pass
 
 
@@ -58,6 +56,8 @@ RoomItem = FromLeg | LegLost | AbortRequested | RoomTick
 
 class Room:
     """`send` carries a message to a leader; `resolve` is called once, with None when decode has committed."""
+
+    __slots__ = ("_ended", "_legs", "_mailbox", "_refused", "_resolve", "_send", "clock", "journal", "machine")
 
     def __init__(
         self,
@@ -73,14 +73,18 @@ class Room:
         self._mailbox: Mailbox[RoomItem] = Mailbox(mailbox)
         self._ended = False
         self._refused = 0
-        self._addresses = {PREFILL: machine.prefill, DECODE: machine.decode}
+        self._legs = {machine.prefill.incarnation: PREFILL, machine.decode.incarnation: DECODE}
 
     def post(self, item: RoomItem) -> bool:
         """False when the mailbox is full. A lost leg and an abort always fit: they are few, and nobody repeats them."""
-        if isinstance(item, LegLost | AbortRequested):
-            self._mailbox.put(item)
-            return True
-        return self._mailbox.post(item)
+        if type(item) is FromLeg or type(item) is RoomTick:
+            return self._mailbox.post(item)
+        self._mailbox.put(item)
+        return True
+
+    def is_due(self, now_s: float) -> bool:
+        """A clock has run out: post a RoomTick. Asked of every live room several times a second."""
+        return self.machine.clocks.is_due(now_s)
 
     async def run(self) -> None:
         """From the first message to the last answer."""
@@ -92,7 +96,7 @@ class Room:
 
     def crashed(self, cause: Cause) -> None:
         """Called by the supervisor when `run` raised: the client is answered, and both legs are told to stop."""
-        for leg in self._addresses:
+        for leg in (PREFILL, DECODE):
             self._send_leg(leg, Abort(self.machine.room, cause, stop_running=True))
         self.journal.outcome = {"ok": False, "cause": cause.text()}
         self._resolve(cause)
@@ -104,15 +108,15 @@ class Room:
         return "handoff_failed" if cause is None else cause.code
 
     def is_leg(self, peer: Address) -> bool:
-        return any(peer.incarnation == leg.incarnation for leg in self._addresses.values())
+        return peer.incarnation in self._legs
 
     def _receive(self, item: RoomItem) -> None:
         match item:
             case FromLeg(peer, message):
                 self._from_leg(self._leg_of(peer, message), message)
             case LegLost(peer, reason):
-                for leg, address in self._addresses.items():
-                    if address.incarnation == peer.incarnation:
+                for leg in (PREFILL, DECODE):
+                    if self._address(leg).incarnation == peer.incarnation:
                         self._lost(leg, peer, reason)
             case AbortRequested(cause):
                 self._note("abort requested", "front", cause=cause.text())
@@ -121,57 +125,66 @@ class Room:
                 self._tick()
 
     def _from_leg(self, leg: str, message: Message) -> None:
-        match message:
-            case Opened():
-                self._note("opened", leg)
-                self._handle(RoomEvent.OPENED_PREFILL if leg == PREFILL else RoomEvent.OPENED_DECODE)
-            case Admitted(_, pages):
-                self._note("admitted", leg, pages=pages)
-                self._handle(RoomEvent.ADMITTED)
-            case Progress():
-                self._progress(leg, message)
-            case PrefillDone(_, chunks, offset_s):
-                self._note("prefill done", leg, chunks=chunks, offset_s=offset_s)
-                self.machine.clocks.progress(self.clock.now_s())
-                self._handle(RoomEvent.PREFILL_DONE)
-            case Received(_, rank):
-                self._note("received", leg, rank=rank)
-                self._handle(RoomEvent.RECEIVED)
-            case Drained():
-                self._drained(message)
-            case Committed():
-                self._note("committed", leg)
-                self._handle(RoomEvent.COMMITTED)
-            case Failed(_, _, cause):
-                self._note("failed", leg, cause=cause.text())
-                self._handle(RoomEvent.PREFILL_FAILED if leg == PREFILL else RoomEvent.DECODE_FAILED, cause)
-            case AbortAck(_, _, rank):
-                self._note("abort acked", leg, rank=rank)
-                self._handle(RoomEvent.PREFILL_STOPPED if leg == PREFILL else RoomEvent.DECODE_STOPPED)
-            case UnknownRoom():
-                self._note("unknown room", leg)
-                self._handle(RoomEvent.PREFILL_STOPPED if leg == PREFILL else RoomEvent.DECODE_STOPPED)
-            case _:
-                self._refused += 1
+        heard = _HEARD.get(type(message))
+        if heard is None:
+            self._refused += 1
+        else:
+            heard(self, leg, message)
+
+    def _opened(self, leg: str, _message: Opened) -> None:
+        self._note("opened", leg)
+        self._handle(RoomEvent.OPENED_PREFILL if leg == PREFILL else RoomEvent.OPENED_DECODE)
+
+    def _admitted(self, leg: str, message: Admitted) -> None:
+        self._note("admitted", leg, pages=message.pages)
+        self._handle(RoomEvent.ADMITTED)
 
     def _progress(self, leg: str, message: Progress) -> None:
         now_s = self.clock.now_s()
         self.machine.clocks.queued(leg, message.position, message.step, message.chunk + 1, now_s)
-        if message.event != "queued" or message.position:
-            detail: dict[str, object] = {
-                "chunk": message.chunk,
-                "tokens": message.tokens or None,
-                "kv_bytes": message.kv_bytes or None,
-            }
-            detail |= {"position": message.position or None, "offset_s": round(message.offset_s, 6)}
-            self._note(message.event, leg, **detail)
+        if message.event == "queued":
+            if message.position:
+                self.journal.queued(now_s, leg, message.position, message.offset_s)
+        else:
+            self.journal.note(
+                now_s, message.event, leg, chunk=message.chunk, tokens=message.tokens or None,
+                kv_bytes=message.kv_bytes or None, position=message.position or None, offset_s=message.offset_s,
+            )  # fmt: skip
         self._handle(RoomEvent.SENDING if message.event == "computed" else RoomEvent.PROGRESS)
 
-    def _drained(self, message: Drained) -> None:
+    def _prefill_done(self, leg: str, message: PrefillDone) -> None:
+        self._note("prefill done", leg, chunks=message.chunks, offset_s=message.offset_s)
+        self.machine.clocks.progress(self.clock.now_s())
+        self._handle(RoomEvent.PREFILL_DONE)
+
+    def _received(self, leg: str, message: Received) -> None:
+        self._note("received", leg, rank=message.rank)
+        self._handle(RoomEvent.RECEIVED)
+
+    def _drained(self, _leg: str, message: Drained) -> None:
         self.journal.kv_bytes += message.kv_bytes
         self.journal.metadata_bytes += message.metadata_bytes
         self._note("drained", PREFILL, rank=message.rank, complete=message.complete, kv_bytes=message.kv_bytes)
         self._handle(RoomEvent.DRAINED if message.complete else RoomEvent.PREFILL_STOPPED)
+
+    def _committed(self, leg: str, _message: Committed) -> None:
+        self._note("committed", leg)
+        self._handle(RoomEvent.COMMITTED)
+
+    def _failed(self, leg: str, message: Failed) -> None:
+        self._note("failed", leg, cause=message.cause.text())
+        self._handle(RoomEvent.PREFILL_FAILED if leg == PREFILL else RoomEvent.DECODE_FAILED, message.cause)
+
+    def _abort_acked(self, leg: str, message: AbortAck) -> None:
+        self._note("abort acked", leg, rank=message.rank)
+        self._stopped(leg)
+
+    def _unknown(self, leg: str, _message: UnknownRoom) -> None:
+        self._note("unknown room", leg)
+        self._stopped(leg)
+
+    def _stopped(self, leg: str) -> None:
+        self._handle(RoomEvent.PREFILL_STOPPED if leg == PREFILL else RoomEvent.DECODE_STOPPED)
 
     def _lost(self, leg: str, peer: Address, reason: LostReason) -> None:
         now_s = self.clock.now_s()
@@ -188,7 +201,7 @@ class Room:
             return
         text = f"{expiry.clock} for {expiry.elapsed_s:.1f} s; the limit is {expiry.limit_s:g} s"
         leg = DECODE if expiry.clock == "waiting for admission" else PREFILL
-        peer, state = self._addresses[leg].name, self.machine.state.name
+        peer, state = self._address(leg).name, self.machine.state.name
         elapsed_s = now_s - self.journal.began_s
         cause = Cause("deadline_exceeded", text, leg, 0, peer, self.machine.room, state, elapsed_s)
         self._note("clock ran out", "router", clock=expiry.clock)
@@ -210,7 +223,7 @@ class Room:
                     self._ended = True
 
     def _send_leg(self, leg: str, message: Message) -> None:
-        address = self._addresses[leg]
+        address = self._address(leg)
         self._note(f"-> {type(message).__name__}", leg)
         if not self._send(address, message):
             # The link is gone: its loss is news of its own, posted so that this turn ends first.
@@ -218,10 +231,20 @@ class Room:
 
     def _leg_of(self, peer: Address, message: Message) -> str:
         """The leg that speaks: known by who it is, or, where one unified instance is both, by what it says."""
-        if self.machine.prefill.incarnation == self.machine.decode.incarnation:
-            leg = getattr(message, "leg", "")
+        if len(self._legs) == 1:
+            leg: str = getattr(message, "leg", "")
             return leg or (PREFILL if isinstance(message, PrefillDone | Drained) else DECODE)
-        return PREFILL if peer.incarnation == self.machine.prefill.incarnation else DECODE
+        return self._legs[peer.incarnation]
+
+    def _address(self, leg: str) -> Address:
+        return self.machine.prefill if leg == PREFILL else self.machine.decode
 
     def _note(self, event: str, leg: str, **detail: object) -> None:
         self.journal.note(self.clock.now_s(), event, leg, **detail)
+
+
+_HEARD: dict[type[Message], Callable[[Room, str, Any], None]] = {
+    Opened: Room._opened, Admitted: Room._admitted, Progress: Room._progress, PrefillDone: Room._prefill_done,
+    Received: Room._received, Drained: Room._drained, Committed: Room._committed, Failed: Room._failed,
+    AbortAck: Room._abort_acked, UnknownRoom: Room._unknown,
+}  # fmt: skip

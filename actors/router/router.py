@@ -71,7 +71,7 @@ class Router(Actor):
         self.settings = settings
         self.roster = Roster(0, (), False, ("the registry has not answered yet",))
         self.guests: dict[int, Guest] = {}
-        self.ended: OrderedDict[int, dict[str, Any]] = OrderedDict()
+        self.ended: OrderedDict[int, Journal] = OrderedDict()
         self.membership = Membership(network, resolve, Watch(network.address.name), self.spawn, self._mailbox.put)
         self._random = random
         self._backend = backend
@@ -104,7 +104,8 @@ class Router(Actor):
     async def journal(self, room: int) -> dict[str, Any] | None:
         """The journal of a live or recently ended room."""
         guest = self.guests.get(room)
-        return guest.room.journal.as_object(self.clock.now_s()) if guest else self.ended.get(room)
+        journal = guest.room.journal if guest else self.ended.get(room)
+        return journal.as_object(self.clock.now_s()) if journal else None
 
     async def drain(self, limit_s: float) -> None:
         """Take no new requests. Rooms that still live after `limit_s` go with the process, as when it dies: their
@@ -165,7 +166,8 @@ class Router(Actor):
             self._redial_at_s = now_s + REDIAL_S
             self._dial_leaders()
         for guest in self.guests.values():
-            guest.room.post(RoomTick())
+            if guest.room.is_due(now_s):
+                guest.room.post(RoomTick())
         self._leaving.time_is_over(not self.guests, now_s)
 
     def link_up(self, peer: Address) -> None:
@@ -333,7 +335,9 @@ class Router(Actor):
             guest.room.crashed(cause)
         self.fleet.over(room_id, *guest.pair, guest.committed)
         self._durations_s.append(now_s - guest.began_s)
-        journal = self.ended[room_id] = guest.room.journal.as_object(now_s)
-        self._statistics.ended(journal, "" if guest.room.machine.kvpoll is KVPoll.SUCCESS else guest.room.code)
+        journal = self.ended[room_id] = guest.room.journal
+        journal.end(now_s)
+        code = "" if guest.room.machine.kvpoll is KVPoll.SUCCESS else guest.room.code
+        self._statistics.ended(journal.durations(now_s), journal.kv_bytes, code)
         while len(self.ended) > self.settings.journal_rooms:
             self.ended.popitem(last=False)

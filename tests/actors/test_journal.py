@@ -35,7 +35,7 @@ def test_the_last_state_lasts_until_now_unless_it_is_final(state: KVPoll, durati
 def test_events_keep_what_says_something() -> None:
     book = journal()
     book.note(50.1234567, "computed", "prefill", chunk=0, tokens=32, kv_bytes=None, cause="", position=-1)
-    assert book.events == [
+    assert book.as_object(60.0)["events"] == [
         {"at_s": 0.123457, "event": "computed", "leg": "prefill", "detail": {"chunk": 0, "tokens": 32}}
     ]
 
@@ -46,6 +46,29 @@ def test_events_over_the_limit_are_counted_not_kept() -> None:
         book.note(50.0 + number, "queued", "decode", position=number + 1)
     shown = book.as_object(60.0)
     assert [event["detail"]["position"] for event in shown["events"]] == [1, 2] and shown["events_dropped"] == 3
+
+
+def test_a_room_that_waits_long_keeps_one_line_of_each_stay_in_a_queue() -> None:
+    book = journal()
+    for second in range(1000):
+        book.queued(51.0 + second, "decode", position=1000 - second, offset_s=float(second))
+    book.note(2000.0, "admitted", "decode", pages=3)
+    book.queued(2001.0, "prefill", position=2, offset_s=0.5)
+    book.queued(2002.0, "decode", position=1, offset_s=0.5)
+    events = [(e["at_s"], e["event"], e["leg"], e["detail"]) for e in book.as_object(2010.0)["events"]]
+    assert events == [
+        (1000.0, "queued", "decode", {"position": 1, "offset_s": 999.0}),
+        (1950.0, "admitted", "decode", {"pages": 3}),
+        (1951.0, "queued", "prefill", {"position": 2, "offset_s": 0.5}),
+        (1952.0, "queued", "decode", {"position": 1, "offset_s": 0.5}),
+    ]
+
+
+def test_an_ended_journal_grows_no_older() -> None:
+    book = journal()
+    book.poll(50.0, KVPoll.BOOTSTRAPPING)
+    book.end(53.0)
+    assert book.as_object(now_s=99.0)["kvpoll"][0]["duration_s"] == 3.0
 
 
 def test_the_object_is_json_and_its_ids_are_exact() -> None:

@@ -115,6 +115,15 @@ def test_refused_values(tmp_path: Path, args: Any, path: str | None, value: Any,
         assert word in error.allowed
 
 
+def test_frames_by_ray_calls_leave_places_for_attempts(tmp_path: Path) -> None:
+    fits = {"links": {"carrier": "ray"}, "router": {"max_requests": 2048}}
+    assert load(write(tmp_path, fits)).links.carrier == "ray"
+    error = refused(write(tmp_path, {**fits, "router": {"max_requests": 2049}}))
+    assert error.path == f"{ARGS}.router.max_requests" and "links.carrier is ray" in error.allowed
+    assert refused(None, {"links.carrier": "grpc"}).allowed.startswith("zmq, ray")
+    assert load(None, {"router.max_requests": 4096}).links.carrier == "zmq"
+
+
 @pytest.mark.parametrize(
     ("text", "path", "words"),
     [

@@ -11,21 +11,18 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.obs.metrics import FrontMetrics
 from kvferry.obs.rooms import PHASE_BUCKETS_S, RoomStatistics
+from kvferry.protocol.kvpoll import KVPoll
 
 ROOT = Path(__file__).parents[2]
-
-
-def journal(kv_bytes: int, *phases: tuple[str, float]) -> dict[str, Any]:
-    return {"kvpoll": [{"state": s, "at_s": 0.0, "duration_s": d} for s, d in phases], "kv_bytes": kv_bytes}
 
 
 def statistics() -> RoomStatistics:
     """Two rooms that committed and one that failed before it got a destination."""
     rooms = RoomStatistics()
-    good = (("BOOTSTRAPPING", 0.002), ("WAITING_FOR_INPUT", 0.3), ("TRANSFERRING", 0.02), ("SUCCESS", 0.0))
-    rooms.ended(journal(1000, *good), "")
-    rooms.ended(journal(500, ("BOOTSTRAPPING", 0.001), ("TRANSFERRING", 500.0), ("SUCCESS", 0.0)), "")
-    rooms.ended(journal(0, ("BOOTSTRAPPING", 7.0), ("FAILED", 0.0)), "peer_lost")
+    bootstrapping, waiting, transferring = KVPoll.BOOTSTRAPPING, KVPoll.WAITING_FOR_INPUT, KVPoll.TRANSFERRING
+    rooms.ended({bootstrapping: 0.002, waiting: 0.3, transferring: 0.02, KVPoll.SUCCESS: 0.0}, 1000, "")
+    rooms.ended({bootstrapping: 0.001, transferring: 500.0, KVPoll.SUCCESS: 0.0}, 500, "")
+    rooms.ended({bootstrapping: 7.0, KVPoll.FAILED: 0.0}, 0, "peer_lost")
     return rooms
 
 

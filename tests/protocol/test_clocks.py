@@ -95,3 +95,19 @@ def test_a_stopped_clock_never_runs_out() -> None:
     clocks.wait(Wait.TRANSFER, 0.0)
     clocks.stop()
     assert clocks.expired(1e9) is None
+
+
+@pytest.mark.parametrize("wait", [None, *Wait])
+def test_is_due_says_when_expired_would_and_changes_nothing(wait: Wait | None) -> None:
+    clocks = Clocks(LIMITS, 0.0)
+    clocks.wait(wait, 0.0)
+    due = []
+    for now_s in range(40):
+        if now_s % 4 == 0:
+            clocks.progress(float(now_s))
+        says = [clocks.is_due(float(now_s)) for _ in range(2)]
+        assert says == [clocks.expired(float(now_s)) is not None] * 2
+        due += [now_s] * says[0]
+    assert due == {None: [], Wait.ADMISSION: [10, 20, 30], Wait.PREFILL: [20], Wait.TRANSFER: [30]}[wait]
+    clocks.stop()
+    assert not clocks.is_due(1000.0)

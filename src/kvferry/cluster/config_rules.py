@@ -11,6 +11,10 @@ import msgspec
 if TYPE_CHECKING:
     from kvferry.cluster.config import Config
 
+#: Each open attempt is a Ray call that its router holds; the other half of what an actor takes at once
+#: (`kvferry.cluster.controller`) is for frames, where links travel by Ray calls.
+ATTEMPTS_BESIDE_FRAMES = 2048
+
 #: (key, value, what is allowed)
 Complaint = tuple[str, object, str]
 
@@ -101,6 +105,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "router.policy": ("predicted", "power_of_two", "round_robin", "random"),
     "router.dp_choice": ("follow_bootstrap_room", "load"),
     "transfer.backend": ("ucx",),
+    "links.carrier": ("zmq", "ray"),
     "model.dtype": ("float32", "bfloat16", "float16"),
     "cluster.ingress": ("serve", "haproxy"),
 }
@@ -217,6 +222,12 @@ def _slots(config: Config) -> Iterator[Complaint]:
         yield "cluster.slots", config.cluster.slots, f"0, or at least the {needed} instances of the configuration"
 
 
+def _calls(config: Config) -> Iterator[Complaint]:
+    requests = config.router.max_requests
+    if config.links.carrier == "ray" and requests > ATTEMPTS_BESIDE_FRAMES:
+        yield "router.max_requests", requests, f"at most {ATTEMPTS_BESIDE_FRAMES} where links.carrier is ray"
+
+
 CONTRADICTIONS: tuple[Callable[[Config], Iterator[Complaint]], ...] = (
-    _somebody, _chunk, _running, _breaker, _silence, _poll, _ingress, _slots,
+    _somebody, _chunk, _running, _breaker, _calls, _silence, _poll, _ingress, _slots,
 )  # fmt: skip

@@ -6,6 +6,7 @@ import os
 
 import ray
 
+from kvferry.actors.carrier import Carrier
 from kvferry.actors.links import LinkLayer
 from kvferry.actors.ports import Clock, Random
 from kvferry.actors.settings import LinkSettings
@@ -34,11 +35,20 @@ def check_reachable(bind_host: str, peer: Address) -> None:
 
 
 async def open_network(name: str, bind_host: str, settings: LinkSettings, clock: Clock, random: Random) -> LinkLayer:
-    """Bind a socket on `bind_host` (an address, or `NODE`) and draw an incarnation. The address is known at once;
-    `start` takes frames.
+    """Make the configured carrier and draw an incarnation. The address is known at once; `start` takes frames.
+    `bind_host` is an address, or `NODE`.
 
-    Raises OSError when the host can't be bound. Not started or not, it is for the caller to `close`.
+    Raises OSError when `bind_host` can't be bound, and RuntimeError when the carrier is "ray" and this process is not a
+    named Ray actor. Not started or not, it is for the caller to `close`.
     """
-    carrier = ZmqCarrier(own_host(bind_host))
     incarnation = random.bits(INCARNATION_BITS)
+    carrier = _carrier(bind_host, settings, incarnation)
     return LinkLayer(carrier, name, incarnation, settings, clock, random, PidfdWatch(), host_id(), os.getpid())
+
+
+def _carrier(bind_host: str, settings: LinkSettings, incarnation: int) -> Carrier:
+    if settings.carrier == "ray":
+        from kvferry.cluster.ray_carrier import RayCarrier
+
+        return RayCarrier(incarnation)
+    return ZmqCarrier(own_host(bind_host))

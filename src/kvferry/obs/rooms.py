@@ -10,11 +10,13 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from kvferry.protocol.kvpoll import KVPoll
+
 #: Upper bounds of the buckets, in seconds; one more bucket takes the rest.
 PHASE_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 #: KVPoll states that last; the two last ones are ends.
-PHASES = ("BOOTSTRAPPING", "WAITING_FOR_INPUT", "TRANSFERRING")
+PHASES = (KVPoll.BOOTSTRAPPING, KVPoll.WAITING_FOR_INPUT, KVPoll.TRANSFERRING)
 
 COMMITTED = "committed"
 
@@ -35,27 +37,26 @@ class Durations:
 
 
 class RoomStatistics:
-    """Fed with the journal of each room that has ended (`Journal.as_object`) and its cause's code."""
+    """Fed with each room that has ended."""
 
     def __init__(self) -> None:
         self._phases = {phase: Durations() for phase in PHASES}
         self._outcomes: Counter[str] = Counter()
         self._kv_bytes = 0
 
-    def ended(self, journal: Mapping[str, Any], code: str) -> None:
-        """`code`: of the cause, "" for a room whose decode has committed. A phase not reached counts nowhere."""
-        spent: Counter[str] = Counter()
-        for row in journal["kvpoll"]:
-            spent[row["state"]] += row["duration_s"]
+    def ended(self, durations: Mapping[KVPoll, float], kv_bytes: int, code: str) -> None:
+        """`durations` in seconds; a phase that was not reached is absent and counts nowhere. `code`: of the cause, ""
+        for a room whose decode has committed.
+        """
         for phase in PHASES:
-            if phase in spent:
-                self._phases[phase].observe(spent[phase])
+            if phase in durations:
+                self._phases[phase].observe(durations[phase])
         self._outcomes[code or COMMITTED] += 1
-        self._kv_bytes += journal["kv_bytes"]
+        self._kv_bytes += kv_bytes
 
     def as_object(self) -> dict[str, Any]:
         return {
-            "phases": {phase: durations.as_object() for phase, durations in self._phases.items()},
+            "phases": {phase.name: durations.as_object() for phase, durations in self._phases.items()},
             "outcomes": dict(self._outcomes),
             "kv_bytes": self._kv_bytes,
         }

@@ -27,7 +27,9 @@ class Limits:
     no_progress_s: float
 
     def of(self, wait: Wait) -> float:
-        return {Wait.ADMISSION: self.admission_s, Wait.PREFILL: self.prefill_s, Wait.TRANSFER: self.transfer_s}[wait]
+        if wait is Wait.ADMISSION:
+            return self.admission_s
+        return self.prefill_s if wait is Wait.PREFILL else self.transfer_s
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class Expiry:
 
 class Clocks:
     """At most one wait at a time, and the progress clock. Sans-IO: `now_s` is passed in."""
+
+    __slots__ = ("_limits", "_progress_s", "_seen", "_stopped", "_wait", "_wait_since_s")
 
     def __init__(self, limits: Limits, now_s: float) -> None:
         self._limits = limits
@@ -71,6 +75,14 @@ class Clocks:
     def stop(self) -> None:
         """Nothing runs out any more."""
         self._stopped = True
+
+    def is_due(self, now_s: float) -> bool:
+        """Would `expired` report something? Changes nothing."""
+        if self._stopped:
+            return False
+        if self._wait is not None and now_s - self._wait_since_s >= self._limits.of(self._wait):
+            return True
+        return now_s - self._progress_s >= self._limits.no_progress_s
 
     def expired(self, now_s: float) -> Expiry | None:
         """The clock that has run out by now, if any. It restarts, so that it is reported once per limit."""

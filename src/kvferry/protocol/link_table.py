@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-from kvferry.protocol.machine import IGNORED, Go, Table
+from kvferry.protocol.machine import IGNORED, Go, Symbol, Table
 
 
-class LinkState(Enum):
+class LinkState(Symbol):
     CONNECTING = auto()  # dialled; the peer's Welcome is awaited
     OPEN = auto()
     OVER = auto()
 
 
-class LinkEvent(Enum):
+class LinkEvent(Symbol):
     HELLO = auto()  # of this session: the peer takes it up on another path, or our Welcome was lost
     LOWER_HELLO = auto()  # the peer dials a session of its own, whose id is lower than ours
     HIGHER_HELLO = auto()  # the same, with a higher id

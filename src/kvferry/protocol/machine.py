@@ -15,11 +15,19 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from kvferry.protocol.errors import IllegalEvent
 
+
+class Symbol(Enum):
+    """A state or an event. Members are looked up in tables at every step, so they hash by identity (each exists once)
+    rather than by name, as Enum would have it in Python code."""
+
+    __hash__ = object.__hash__
+
+
 S = TypeVar("S", bound=Enum)
 E = TypeVar("E", bound=Enum)
 
 
-class Verdict(Enum):
+class Verdict(Symbol):
     IGNORED = "ignored"
     REFUSED = "refused"
 

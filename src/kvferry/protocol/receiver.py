@@ -9,15 +9,15 @@ receives never is, since a peer still writes to its pages.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import auto
 from typing import Any, ClassVar
 
 from kvferry.protocol.errors import Cause
 from kvferry.protocol.kvpoll import KVPoll
-from kvferry.protocol.machine import IGNORED, REFUSED, Cell, Go, Machine, Table
+from kvferry.protocol.machine import IGNORED, REFUSED, Cell, Go, Machine, Symbol, Table
 
 
-class ReceiverState(Enum):
+class ReceiverState(Symbol):
     QUEUED = auto()  # waiting for admission; nothing allocated
     RECEIVING = auto()  # the destination is out: peers may write
     RUNNING = auto()  # committed
@@ -27,7 +27,7 @@ class ReceiverState(Enum):
     ENDED = auto()  # failed, nothing left
 
 
-class ReceiverEvent(Enum):
+class ReceiverEvent(Symbol):
     ADMIT = auto()
     RECEIVED = auto()  # one source rank's notification
     ALL_RECEIVED = auto()  # the last one, and the checks have passed

@@ -8,20 +8,20 @@ or failed, a clock) makes the room *settle*, that is, ask decode, which answers 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import auto
 from typing import Any, ClassVar
 
 from kvferry.protocol.clocks import Clocks, Limits, Wait
 from kvferry.protocol.errors import Cause
 from kvferry.protocol.kvpoll import KVPoll
-from kvferry.protocol.machine import IGNORED, REFUSED, Cell, Go, Machine, Table
+from kvferry.protocol.machine import IGNORED, REFUSED, Cell, Go, Machine, Symbol, Table
 from kvferry.protocol.messages import Abort, Address, Message, OpenDecode, OpenPrefill, RequestSpec
 
 PREFILL = "prefill"
 DECODE = "decode"
 
 
-class RoomState(Enum):
+class RoomState(Symbol):
     NEW = auto()
     OPENING_PREFILL = auto()
     OPENING_DECODE = auto()
@@ -35,7 +35,7 @@ class RoomState(Enum):
     FAILED = auto()
 
 
-class RoomEvent(Enum):
+class RoomEvent(Symbol):
     START = auto()
     OPENED_PREFILL = auto()
     OPENED_DECODE = auto()

@@ -7,15 +7,15 @@ room's pages. An abort never ends a room that is not quiet; it drains it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import auto
 from typing import Any, ClassVar
 
 from kvferry.protocol.errors import Cause
 from kvferry.protocol.kvpoll import KVPoll
-from kvferry.protocol.machine import IGNORED, REFUSED, Cell, Go, Machine, Table
+from kvferry.protocol.machine import IGNORED, REFUSED, Cell, Go, Machine, Symbol, Table
 
 
-class SenderState(Enum):
+class SenderState(Symbol):
     AWAITING_DESTINATION = auto()
     QUEUED = auto()  # destination known; source pages not reserved
     COMPUTING = auto()  # source pages reserved; chunks are computed and written
@@ -26,7 +26,7 @@ class SenderState(Enum):
     ENDED = auto()  # failed, nothing left
 
 
-class SenderEvent(Enum):
+class SenderEvent(Symbol):
     DESTINATION = auto()
     RESERVE = auto()
     CHUNK_COMPUTED = auto()

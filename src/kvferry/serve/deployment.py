@@ -77,7 +77,7 @@ def build(args: dict[str, Any]) -> Any:
         name="front",
         num_replicas=1,
         ray_actor_options=on_head,
-        max_ongoing_requests=max(MAX_ONGOING_REQUESTS, 2 * config.router.max_requests),
+        max_ongoing_requests=_ongoing_requests(config),
         health_check_period_s=5.0,  # Serve calls into the replica: one whose loop hangs is replaced
         health_check_timeout_s=30.0,
         graceful_shutdown_wait_loop_s=0.5,
@@ -85,6 +85,13 @@ def build(args: dict[str, Any]) -> Any:
         deployment_actors=[controller],
     )
     return deployment.bind()
+
+
+def _ongoing_requests(config: Config) -> int:
+    """Serve makes this the number of calls that a replica takes at once, and frames that come as Ray calls need places
+    among them however many streams are open: there are four times as many as the streams should ever fill."""
+    streams = max(MAX_ONGOING_REQUESTS, 2 * config.router.max_requests)
+    return 4 * streams if config.links.carrier == "ray" else streams
 
 
 @asynccontextmanager
