@@ -65,12 +65,14 @@ def served(args: dict[str, Any], *options: str) -> Iterator[Served]:
         path.write_text(yaml.safe_dump({"applications": [application | {"args": args}]}))
         kvferry = Path(sys.executable).with_name("kvferry")
         command = [str(kvferry), "serve", str(path), "--port", str(port), "--json", *options]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        said = Path(folder) / "stderr"  # Ray's reports of the processes that we kill, among others
+        with said.open("w") as log:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
         try:
             assert process.stdout is not None
             hello = process.stdout.readline()
             if not hello:
-                raise RuntimeError(f"kvferry serve ended with {process.wait()} before it was up")
+                raise RuntimeError(f"kvferry serve ended with {process.wait()} before it was up: {said.read_text()}")
             yield Served(process, json.loads(hello)["url"])
         finally:
             os.killpg(process.pid, signal.SIGINT)
