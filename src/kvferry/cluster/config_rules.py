@@ -107,7 +107,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "transfer.backend": ("ucx",),
     "links.carrier": ("zmq", "ray"),
     "model.dtype": ("float32", "bfloat16", "float16"),
-    "cluster.ingress": ("serve", "haproxy"),
+    "cluster.ingress": ("auto", "haproxy", "serve"),
 }
 
 #: Text that must look like something.
