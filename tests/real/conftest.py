@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,12 +97,6 @@ def at_baseline(status: dict[str, Any]) -> bool:
         if pages["free"] + pages["cached"] != pages["total"]:
             return False
     return True
-
-
-@pytest.fixture
-def server_of() -> Callable[..., Server]:
-    """For a server of one's own, with other arguments; whoever starts it stops it."""
-    return Server
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
+from kvferry.cluster import ingress
+
 pytestmark = pytest.mark.real
 
 STORY = "Tell me a long story about a ferry and its captain. "
@@ -134,18 +136,32 @@ def ports_of(pids: set[int]) -> set[str]:
     return {line.split()[3] for line in table.splitlines() if any(f"pid={pid}," in line for pid in pids)}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_end_leaves_no_process_and_no_port(server: Any, number: int) -> None:
-    """Ctrl-C, and what `kill`, systemd and containers send."""
-    own = type(server)()
+def folders() -> set[Path]:
+    """Where HAProxies that `kvferry serve` has started keep their state."""
+    return set(ingress.PARENT.glob(f"{ingress.PREFIX}*"))
+
+
+@pytest.mark.parametrize(("number", "chosen"), [(signal.SIGINT, "haproxy"), (signal.SIGTERM, "serve")])
+def test_the_end_leaves_nothing(server: Any, tmp_path: Path, number: int, chosen: str) -> None:
+    """Ctrl-C, and what `kill`, systemd and containers send; behind either ingress."""
+    before = folders()
+    config = tmp_path / "c.yaml"
+    application = {"import_path": "kvferry.serve.deployment:build", "args": {"cluster": {"ingress": chosen}}}
+    config.write_text(json.dumps({"applications": [application]}))
+    own = type(server)(str(config))
     assert own.chat("Say hi.", max_tokens=4).status_code == 200
-    pids = processes_of(own.process.pid)
+    assert own.status()["ingress"] == chosen
+    made = folders() - before
+    assert len(made) == (chosen == "haproxy")
+    pids = processes_of(own.process.pid) | {pid for folder in made for pid in ingress.processes_of(folder)}
     ports = ports_of(pids)
     assert len(pids) > 5 and f"127.0.0.1:{own.port}" in ports
+    everywhere = {address.rpartition(":")[2] for address in ports if not address.startswith(("127.0.0.1:", "[::1]:"))}
+    assert not everywhere & {str(own.port), "9101", "8404"}, "HAProxy's own listeners, or ours, on all addresses"
     assert own.stop(number) == 0
     deadline_s = time.monotonic() + 20
     while (left := {pid for pid in pids if Path(f"/proc/{pid}").exists()}) and time.monotonic() < deadline_s:
         time.sleep(0.2)
-    assert not left
+    assert not left and not folders() & made
     listening = subprocess.run(["ss", "-ltnH"], capture_output=True, text=True, check=True).stdout
     assert not ports & {line.split()[3] for line in listening.splitlines()}
