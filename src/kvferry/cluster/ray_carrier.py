@@ -241,10 +241,10 @@ class RayCarrier:
         return taken and not last
 
     def _leave(self, way: _Way, tell: bool) -> None:
-        """Send what waits, and, to `tell`, that it was the last."""
-        way.leaving = tell and (way.up or bool(way.queue))
+        """Send what waits, and, to `tell`, that it was the last: also to a peer whose first call is on its way."""
+        way.leaving = tell
         self._leaving.add(way)
-        if way.leaving or way.queue:
+        if tell or way.queue:
             self._run(way)
         if way.task is None:
             self._leaving.discard(way)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -111,12 +112,20 @@ class LimitsCache:
         self._backend, self._clock, self._fresh_s = backend, clock, fresh_s
         self._limits: Limits | None = None
         self._asked_s = 0.0
+        self._asking: asyncio.Task[Limits] | None = None
 
     async def get(self) -> Limits:
-        """Raises Unavailable when no limits were ever known, or what the registry's call raises."""
+        """Raises Unavailable when no limits were ever known, or what the registry's call raises. All who find the
+        limits stale wait for one call; one of them that is cancelled takes nothing from the others."""
         now_s = self._clock.now_s()
         if self._limits is not None and now_s - self._asked_s < self._fresh_s:
             return self._limits
+        if self._asking is None:
+            self._asking = asyncio.create_task(self._ask(now_s))
+            self._asking.add_done_callback(self._answered)
+        return await asyncio.shield(self._asking)
+
+    async def _ask(self, now_s: float) -> Limits:
         try:
             self._limits = limits_of(await self._backend.roster())
         except Unavailable:
@@ -124,3 +133,8 @@ class LimitsCache:
                 raise
         self._asked_s = now_s
         return self._limits
+
+    def _answered(self, asking: asyncio.Task[Limits]) -> None:
+        self._asking = None
+        if not asking.cancelled():
+            asking.exception()  # heard, though all who waited may have gone
