@@ -163,9 +163,9 @@ def test_a_decode_that_the_front_has_lost_is_not_preferred(client_of: Any, wait_
 
 
 def test_requests_are_served_while_ranks_register_again(client_of: Any, wait_until: Any) -> None:
-    """The registry dies with one of two prefills and starts again, empty, and the decodes are slow to find it. Its first
-    rosters name no decode: routers dropped them with what they knew of them, and refused what they could have served.
-    Who has died is forgotten a little later, when all have had time to register.
+    """The registry dies with one of two prefills and starts again, empty, and the decodes are slow to find it. Its
+    first rosters name no decode: routers dropped them with all that they knew of them, and refused what they could have
+    served. Who has died is forgotten a little later, when all have had time to register.
     """
 
     async def main() -> None:

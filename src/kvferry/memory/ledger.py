@@ -204,7 +204,7 @@ class PageLedger:
                 if not 0 <= page < self.total:
                     raise LedgerError(f"page {page} of room {room} is outside 0 .. {self.total - 1}")
                 holders[page] += 1
-                if page in seen and holders[page] > self._holders[page]:
+                if seen.get(page) == "free" or holders[page] > self._holders[page] > 0:
                     raise LedgerError(f"page {page} of room {room} is also {seen[page]}")
                 state = states.get(room, "held by a room that the ledger does not know")
                 seen[page] = first_that_fits(seen.get(page), state)
