@@ -7,7 +7,7 @@ nothing and the data plane copies within one process. CPU is that of whole proce
   the CPU seconds of the process that runs the router, its rooms and their links. Leaders run in another process.
 * Ray calls and messages per request: counted in the processes of the front, the router and the leaders, for streaming
   chats through the production front, router, prefill and decode. Calls that the clock makes, whatever the load (the
-  front asks for the roster once a second), are listed apart.
+  front asks for the roster once a second), are listed apart; a served front also asks its controller once a second.
 * us of CPU per token: decode's outbox and links in one process, the front with its chat route in another; from the
   token's entry into the outbox to the bytes that the ingress would send, at one message per step and front.
 * bytes per parked room: memory of the router's process per room that waits for admission, its open call included.

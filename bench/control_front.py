@@ -129,6 +129,11 @@ class PumpBackend:
         return None
 
 
+def no_controller() -> Any:
+    """The actors of this bench are placed by nobody."""
+    raise ValueError("there is no controller")
+
+
 class Ids:
     """A tokenizer that costs nothing."""
 
@@ -150,7 +155,7 @@ class FrontStation(Station):
 
     async def start(self) -> None:
         network = await self.network("front")
-        backend: Any = PumpBackend(self._pump) if self._pump is not None else RayBackend(Config())
+        backend: Any = PumpBackend(self._pump) if self._pump is not None else RayBackend(no_controller, Config())
         info = FrontInfo(MODEL, 0, 512, vocab_size=50_000)
         self._front = Front(network, backend, Ids(), SystemClock(), SystemRandom(), info, FrontMetrics())
         await self._front.start()
