@@ -37,16 +37,19 @@ class Verdict(Enum):
     NOTHING = auto()
 
 
-def verdict(cause: Cause | None, names: Collection[str], queued: bool) -> Verdict:
-    """`names` are the pair's; `queued`: decode held the room and had not admitted it.
+def verdict(cause: Cause | None, prefill: str, decode: str, queued: bool) -> Verdict:
+    """`prefill` and `decode` are the pair's names; `queued`: decode held the room and had not admitted it.
 
-    Speaks against the pair: a leg that failed, a leg's process or link that was lost, a clock that ran out. Not: the
-    client's leaving or its bad input, a limit, a front or router that was lost, and waiting too long for a place.
+    Speaks against the pair: a leg that failed, a leg that has lost the other one, a clock that ran out. Not: the
+    client's leaving or its bad input, a limit, a front or router that was lost, and waiting too long for a place. Nor a
+    link of the router's own that ended: who is not linked is not chosen, and who is again has done nothing wrong (a
+    router that stood still for a while loses all its links at once).
     """
     if cause is None:
         return Verdict.GOOD
     if cause.code == PeerLost.code:
-        return Verdict.BAD if cause.peer in names else Verdict.NOTHING
+        lost = {"prefill": decode, "decode": prefill}.get(cause.leg)  # each leg can lose the other
+        return Verdict.BAD if cause.peer == lost and prefill != decode else Verdict.NOTHING
     if cause.code == DeadlineExceeded.code:
         return Verdict.NOTHING if queued else Verdict.BAD
     return Verdict.BAD if cause.code == HandoffFailed.code and cause.leg != "router" else Verdict.NOTHING
@@ -130,8 +133,8 @@ class Breakers:
         """Seconds until the first of these pairs may be probed, or None while one is."""
         waits = []
         for pair in pairs:
-            breaker = self._breakers[pair]
-            if breaker.state is BreakerState.OPEN:
+            breaker = self._breakers.get(pair)
+            if breaker is not None and breaker.state is BreakerState.OPEN:
                 waits.append(max(0.0, breaker.until_s - now_s))
         return min(waits, default=None)
 

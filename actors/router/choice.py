@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from kvferry.actors.ports import Random
@@ -32,6 +32,18 @@ class View:
         """With those decodes only that take the request at once."""
         return View(self.prefills, [d for d in self.decodes if d.takes_at_once(ask)], self.blocked)
 
+    def without(self, avoid: Collection[int]) -> View:
+        """Without these incarnations, as far as others are left in each role."""
+        prefills = [prefill for prefill in self.prefills if prefill.incarnation not in avoid]
+        decodes = [decode for decode in self.decodes if decode.incarnation not in avoid]
+        return View(prefills or self.prefills, decodes or self.decodes, self.blocked)
+
+    @property
+    def pairs(self) -> list[PairId]:
+        """All that may serve together but for their breakers."""
+        unblocked = View(self.prefills, self.decodes)
+        return [(p.incarnation, d.incarnation) for p in self.prefills for d in self.decodes if unblocked.allows(p, d)]
+
     def allows(self, prefill: PrefillView, decode: DecodeView) -> bool:
         """A unified instance hands over to itself alone, and nobody else to it."""
         if (prefill.unified or decode.unified) and prefill.incarnation != decode.incarnation:
@@ -46,8 +58,14 @@ class View:
 
 def choose(view: View, ask: Ask, policy: Policy, dp_choice: str, random: Random) -> Pair | None:
     """A pair that may serve the request, or None. If the decode and the prefill that the request would rather have may
-    not serve together, the decode counts.
+    not serve together, the decode counts. Where it has failed before it comes only if nobody else can serve it.
     """
+    if ask.avoid and (pair := _choose(view.without(ask.avoid), ask, policy, dp_choice, random)) is not None:
+        return pair
+    return _choose(view, ask, policy, dp_choice, random)
+
+
+def _choose(view: View, ask: Ask, policy: Policy, dp_choice: str, random: Random) -> Pair | None:
     preferred = [decode for decode in view.decodes if decode.incarnation == ask.prefer]
     candidates = _candidates(view, ask, preferred, dp_choice)
     if not candidates.prefills:

@@ -98,10 +98,19 @@ class Fleet:
         self._leaving: set[int] = set()  # those that have refused a room for it
         self._turn = 0
 
-    def registered(self, ranks: Iterable[RankInfo]) -> None:
-        """The roster has changed. What is known of an instance that stays is kept."""
+    def registered(self, ranks: Iterable[RankInfo], complete: bool = True) -> None:
+        """The roster has changed. What is known of an instance that stays is kept.
+
+        `complete` False: the registry is new, and ranks are still registering again. Those that it does not know yet
+        stay, unless another process has their place.
+        """
         known, self._instances = self._instances, {}
-        for info in filter(is_leader, ranks):
+        leaders = [info for info in ranks if is_leader(info)]
+        if not complete:
+            places = {(info.instance, info.dp_rank) for info in leaders}
+            others = (instance.info for instance in known.values())
+            leaders += [info for info in others if (info.instance, info.dp_rank) not in places]
+        for info in leaders:
             instance = known.get(info.address.incarnation)
             if instance is None:
                 idle = Load(info.role, free_pages=info.pages, total_pages=info.pages, free_places=info.pages)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import OrderedDict, deque
 from typing import Any
 
@@ -48,6 +49,8 @@ from kvferry.protocol.room import RoomMachine
 
 ROOM_MAILBOX = 4096
 REDIAL_S = 1.0
+#: Ranks that have lost the registry find its successor within so long.
+REGISTRY_YOUNG_S = 5.0
 _ROOM_MESSAGES = (
     Opened, Admitted, Progress, PrefillDone, Received, Drained, Committed, Failed, AbortAck, UnknownRoom,
 )  # fmt: skip
@@ -77,6 +80,9 @@ class Router(Actor):
         self._backend = backend
         self._limits = limits.limits()
         self._redial_at_s = 0.0
+        self._registry = 0  # the incarnation that the roster is of
+        self._registry_young_until_s = 0.0
+        self._linking_until_s = math.inf  # we are new: nothing is known, or leaders are being dialled
         self._statistics = RoomStatistics()
         self._durations_s: deque[float] = deque(maxlen=64)
         self._policy = POLICIES[settings.policy]
@@ -162,6 +168,9 @@ class Router(Actor):
 
     def tick(self, now_s: float) -> None:
         self.membership.tick(now_s)
+        if self._registry_young_until_s and now_s >= self._registry_young_until_s:
+            self._registry_young_until_s = 0.0
+            self._take_roster()
         if now_s >= self._redial_at_s:  # a link may break while the roster stays as it is
             self._redial_at_s = now_s + REDIAL_S
             self._dial_leaders()
@@ -181,12 +190,26 @@ class Router(Actor):
             if guest.room.is_leg(peer):
                 guest.room.post(LegLost(peer, reason))
 
-    def _new_roster(self, _registry: Address, roster: Roster) -> None:
+    def _new_roster(self, registry: Address, roster: Roster) -> None:
+        now_s = self.clock.now_s()
         self.membership.accepted = True
-        self.roster = roster
-        self.fleet.registered(roster.ranks)
+        if self._linking_until_s == math.inf:
+            self._linking_until_s = now_s + REDIAL_S
+        elif registry.incarnation != self._registry:
+            self._registry_young_until_s = now_s + REGISTRY_YOUNG_S
+        self._registry, self.roster = registry.incarnation, roster
+        self._take_roster()
+
+    def _take_roster(self) -> None:
+        self.fleet.registered(self.roster.ranks, complete=not self._registry_young_until_s)
         self.breakers.keep({address.incarnation for address in self.fleet.addresses()})
         self._dial_leaders()
+
+    @property
+    def _linked(self) -> bool:
+        """To every leader of a roster that has come."""
+        known = self._linking_until_s < math.inf
+        return known and all(self.network.is_up(address.incarnation) for address in self.fleet.addresses())
 
     def _dial_leaders(self) -> None:
         for address in self.fleet.addresses():
@@ -227,7 +250,7 @@ class Router(Actor):
             wait_s = self._room_places.seconds(self._rooms_per_s(), now_s)
             return self._refuse(answer, Cause("overloaded", text, "router"), wait_s)
         view, home = self._view(now_s), self._homes.home(spec.group)
-        ask = Ask(self._random.bits(63), len(spec.fed_ids), spec.prefer, home)
+        ask = Ask(self._random.bits(63), len(spec.fed_ids), spec.prefer, home, spec.avoid)
         pair = choose(view, ask, self._policy, settings.dp_choice, self._random)
         if pair is None:
             return self._refuse_unavailable(answer, view, now_s)
@@ -259,15 +282,21 @@ class Router(Actor):
         return len(self.guests) * len(self._durations_s) / max(sum(self._durations_s), 1e-9)
 
     def _refuse_unavailable(self, answer: asyncio.Future[Outcome], view: View, now_s: float) -> None:
-        """Nobody can serve now: say what is missing, or which breakers are open."""
-        lines = [*self.roster.missing, *self.fleet.missing()]
+        """Nobody can serve now: say what is missing, or which breakers are open. A router that has just been started
+        can't know that; it is not back yet, and another one may serve."""
+        if now_s < self._linking_until_s and not self._linked:
+            name = self.network.address.name
+            text = "the router has just been started and knows nobody yet"
+            return self._refuse(answer, Cause("peer_lost", text, "router", peer=name), 0.0)
         probe_s = 0.0
-        if not lines:
-            pairs = [(p.incarnation, d.incarnation) for p in view.prefills for d in view.decodes]
+        if lines := self.fleet.missing():
+            lines = [*self.roster.missing, *lines]
+        else:  # somebody is missing, perhaps, but there are pairs
+            pairs = view.pairs
             probe_s = self.breakers.next_probe_s(pairs, now_s) or 0.0
             when = f"the next probe is in {probe_s:.1f} s" if probe_s else "a probe is under way"
-            lines = [f"the breakers of all {len(pairs)} pairs are open; {when}"]
-        self._refuse(answer, Cause("unavailable", f"no pair can serve: {'; '.join(lines)}", "router"), probe_s)
+            lines = [f"the breakers of all {len(pairs)} pairs are open; {when}", *self.roster.missing]
+        return self._refuse(answer, Cause("unavailable", f"no pair can serve: {'; '.join(lines)}", "router"), probe_s)
 
     def _refuse(self, answer: asyncio.Future[Outcome], cause: Cause, retry_after_s: float) -> None:
         self.counts[f"refused {cause.code}"] += 1
@@ -321,7 +350,7 @@ class Router(Actor):
         self.counts["rooms failed" if cause else "rooms committed"] += 1
         if cause is not None and cause.code == Draining.code:  # its roster entry may not say so yet
             self.fleet.leaves((guest.decode if cause.leg == "decode" else guest.prefill).address.incarnation)
-        what = verdict(cause, (guest.prefill.address.name, guest.decode.address.name), guest.queued)
+        what = verdict(cause, guest.prefill.address.name, guest.decode.address.name, guest.queued)
         self.counts["rooms that spoke against their pair"] += what is Verdict.BAD
         self.breakers.ended(guest.pair, guest.era, what, self.clock.now_s())
 

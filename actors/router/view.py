@@ -20,13 +20,14 @@ ASSUMED_PLACE_S = 1.0
 class Ask:
     """What must be known of a request to choose for it: its room, the tokens that prefill is fed, and two incarnations
     that are taken while they are usable, 0 for none: `prefer` is a decode that remembers the request, `home` the
-    prefill of its siblings.
+    prefill of its siblings. Those in `avoid`, where it has failed, are taken only where there is nobody else.
     """
 
     room: int
     fed_tokens: int
     prefer: int = 0
     home: int = 0
+    avoid: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -120,6 +120,9 @@ def test_what_the_status_shows() -> None:
         (Cause("handoff_failed", "a write failed", "prefill"), False, BAD),
         (Cause("handoff_failed", "the room crashed", "router"), False, NOTHING),
         (Cause("peer_lost", "the link ended", "decode", peer="p"), False, BAD),
+        (Cause("peer_lost", "the link ended", "prefill", peer="d"), False, BAD),
+        (Cause("peer_lost", "the router's link ended", "prefill", peer="p"), False, NOTHING),
+        (Cause("peer_lost", "the router's link ended", "decode", peer="d"), False, NOTHING),
         (Cause("peer_lost", "the link ended", "decode", peer="front-0"), False, NOTHING),
         (Cause("deadline_exceeded", "no progress", "prefill", peer="p"), False, BAD),
         (Cause("deadline_exceeded", "waiting for admission", "decode", peer="d"), True, NOTHING),
@@ -130,7 +133,7 @@ def test_what_the_status_shows() -> None:
     ],
 )
 def test_what_speaks_against_a_pair(cause: Cause | None, queued: bool, expected: Verdict) -> None:
-    assert verdict(cause, ("p", "d"), queued) is expected
+    assert verdict(cause, "p", "d", queued) is expected
 
 
 def test_those_who_are_refused_are_given_one_place_after_the_other() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvferry.actors.load import LoadReports, Recent
@@ -135,6 +136,17 @@ def test_a_process_that_was_started_again_is_a_new_instance(fleet: Fleet) -> Non
     fleet.reported(P1, Load("prefill", 500, 1.0), 1.0)
     fleet.over(71, P1, D1, committed=False)
     assert queued(fleet) == [0, 0]
+
+
+def test_a_new_registry_takes_nobody_away_but_gives_places_to_others(fleet: Fleet) -> None:
+    """Its roster is not complete yet: D1's place is another process's now, P1 and D2 have not registered again."""
+    fleet.dispatched(Ask(71, 300), P1, D2)
+    again = msgspec.structs.replace(info(33, "decode"), instance=RANKS[2].instance)
+    fleet.registered([RANKS[1], again], complete=False)
+    assert {a.incarnation for a in fleet.addresses()} == {P1, P2, D2, 33}
+    assert {view.incarnation: view.queued_tokens for view in fleet.prefills(0.0)} == {P1: 300, P2: 0}
+    fleet.registered([RANKS[1]])
+    assert {a.incarnation for a in fleet.addresses()} == {P2}
 
 
 # --- the leader's side ---

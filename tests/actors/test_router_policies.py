@@ -190,6 +190,19 @@ def test_a_preferred_decode_and_the_siblings_prefill_are_taken_while_they_are_us
     assert pick(alone, Ask(1, 100, prefer=201)) == [102, 202]
 
 
+def test_where_a_request_has_failed_it_goes_only_if_nobody_else_can_serve_it() -> None:
+    view = View([prefill(1), prefill(2, queued=9000)], [decode(1), decode(2, waiting=9)])
+    assert pick(view, Ask(1, 100)) == [101, 201]
+    assert pick(view, Ask(1, 100, avoid=(101, 201))) == [102, 202]
+    assert pick(view, Ask(1, 100, avoid=(101, 202))) == [102, 201]
+    assert pick(view, Ask(1, 100, prefer=201, home=101, avoid=(101, 201))) == [102, 202], "its own claims end there"
+    one = View(view.prefills[:1], view.decodes)
+    assert pick(one, Ask(1, 100, avoid=(101, 201))) == [101, 202], "as far as others are left in each role"
+    assert pick(view, Ask(1, 100, avoid=(101, 102, 201, 202))) == [101, 201], "everybody"
+    blocked = View(view.prefills, view.decodes, frozenset({(102, 202)}))
+    assert pick(blocked, Ask(1, 100, avoid=(101, 201))) == [101, 201], "the others are blocked"
+
+
 def group(queued: dict[int, int]) -> list[PrefillView]:
     """DP ranks of a group of four, with what is queued at each."""
     return [PrefillView(info("prefill", n, dp_rank=n, dp_size=4), 0, tokens, 1000) for n, tokens in queued.items()]

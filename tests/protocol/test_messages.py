@@ -94,7 +94,7 @@ PARTS = {
     m.Sampling: "max_tokens temperature= top_p= top_k= seed= stop= stop_token_ids= min_p= logit_bias= "
     "presence_penalty= frequency_penalty= repetition_penalty= min_tokens= ignore_eos= logprobs=",
     m.Logprobs: "logprob top=",
-    m.RequestSpec: "request prompt_ids sampling front frozen_ids= group= samples= prefer=",
+    m.RequestSpec: "request prompt_ids sampling front frozen_ids= group= samples= prefer= avoid=",
     m.Token: "request attempt room index token_id text finish_reason= logprobs=",
     m.Layout: "model revision dtype page_size layers kv_heads head_dim policy=",
     m.RankInfo: "instance role address layout dp_rank= dp_size= cp_rank= cp_size= tp_rank= tp_size= pp_rank= pp_size= "

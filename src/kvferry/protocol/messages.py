@@ -69,7 +69,8 @@ class RequestSpec(msgspec.Struct, frozen=True):
 
     Requests with one `group` (0: none) are `samples` answers to one prompt: the router sends them to one prefill, which
     computes the prompt once. `prefer` is the incarnation of the decode that the router should choose if it can (0:
-    any): the one that has retracted the request.
+    any): the one that has retracted the request. `avoid` are the incarnations of the instances at which attempts have
+    failed since the client's last token: others are chosen while there are any.
     """
 
     request: int
@@ -80,6 +81,7 @@ class RequestSpec(msgspec.Struct, frozen=True):
     group: int = 0
     samples: int = 1
     prefer: int = 0
+    avoid: tuple[int, ...] = ()
 
     @property
     def was_admitted(self) -> bool:

@@ -45,11 +45,16 @@ class LiveRequest:
     def begin_next(self, prefer: int = 0) -> None:
         """The attempt is over; the next one starts from what the client has, with nobody known to work on it.
 
-        `prefer` is the decode that keeps the request's place (0: the one that did so far).
+        `prefer` is the decode that keeps the request's place; 0 after a failure: then the one that did so far is
+        preferred, and who worked on this attempt is avoided.
         """
         self.stream.begin(self.attempt + 1)
-        frozen_ids, prefer = tuple(self.stream.taken_ids), prefer or self.spec.prefer
-        self.spec = msgspec.structs.replace(self.spec, frozen_ids=frozen_ids, prefer=prefer)
+        frozen_ids = tuple(self.stream.taken_ids)
+        avoid = self.spec.avoid if len(frozen_ids) == len(self.spec.frozen_ids) else ()
+        if not prefer:
+            avoid += tuple(incarnation for incarnation in self.leaders if incarnation not in avoid)
+        prefer = prefer or self.spec.prefer
+        self.spec = msgspec.structs.replace(self.spec, frozen_ids=frozen_ids, prefer=prefer, avoid=avoid)
         self.submission, self.room, self.decode, self.retry_after_s = None, 0, None, 0.0
         self.leaders = {}
 
