@@ -384,5 +384,10 @@ class Prefill(Leader[PrefillRoom]):
         todo = [room for room in self.rooms.values() if room.opened and room.machine.state in NOT_COMPUTED]
         return Load(self.role, sum(map(self._siblings.left, todo)), self._speed.per_s)
 
+    @property
+    def groups(self) -> int:
+        """Groups of siblings that something is remembered of."""
+        return len(self._siblings)
+
     def queues(self) -> dict[str, int]:
         return {"rooms": len(self.rooms), "waiting": len(self.waiting), "active": len(self.active)}

@@ -36,6 +36,10 @@ class Siblings:
         self._first: dict[int, int] = {}  # group -> the room that computes the prompt
         self._kept: dict[int, Kept] = {}
 
+    def __len__(self) -> int:
+        """Groups that something is remembered of."""
+        return len(self._first.keys() | self._kept.keys())
+
     def full_pages(self, room: PrefillRoom) -> int:
         """Pages that a sibling can take over: all but the one of the last token, which everyone computes."""
         return (room.prompt_tokens - 1) // self._page_size if room.spec.group else 0

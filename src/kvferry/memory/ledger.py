@@ -81,6 +81,10 @@ class PageLedger:
         return len(self._free)
 
     @property
+    def free_rows(self) -> int:
+        return len(self._free_rows)
+
+    @property
     def quarantined(self) -> int:
         """Pages that wait for proof: they may come back late, or never."""
         return len({page for holding in self._holdings.values() if holding.quarantined for page in holding.pages})
