@@ -138,6 +138,12 @@ class Breakers:
                 waits.append(max(0.0, breaker.until_s - now_s))
         return min(waits, default=None)
 
+    def why_none(self, pairs: Collection[PairId], now_s: float) -> tuple[str, float]:
+        """For a client whom none of these pairs may serve; with the seconds until it should ask again (0: unknown)."""
+        probe_s = self.next_probe_s(pairs, now_s) or 0.0
+        when = f"the next probe is in {probe_s:.1f} s" if probe_s else "a probe is under way"
+        return f"the breakers of all {len(pairs)} pairs are open; {when}", probe_s
+
     def status(self, names: dict[int, str], now_s: float) -> list[dict[str, Any]]:
         """Every breaker that is not closed."""
         return [

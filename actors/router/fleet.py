@@ -126,6 +126,10 @@ class Fleet:
     def addresses(self) -> list[Address]:
         return [instance.info.address for instance in self._instances.values()]
 
+    @property
+    def all_linked(self) -> bool:
+        return all(map(self._is_up, self._instances))
+
     # --- news ---
 
     def reported(self, incarnation: int, load: Load, now_s: float) -> None:

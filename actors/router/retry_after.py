@@ -2,8 +2,26 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 MIN_S = 1.0
 MAX_S = 60.0
+
+
+class Lives:
+    """How long the last rooms lived."""
+
+    def __init__(self) -> None:
+        self._durations_s: deque[float] = deque(maxlen=64)
+
+    def ended(self, duration_s: float) -> None:
+        self._durations_s.append(duration_s)
+
+    def ending_per_s(self, live: int) -> float:
+        """Rooms that end, by Little's law: the live ones over the mean life of the last; 0 while nothing is known."""
+        if not self._durations_s:
+            return 0.0
+        return live * len(self._durations_s) / max(sum(self._durations_s), 1e-9)
 
 
 class RetryAfter:

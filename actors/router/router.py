@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import math
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from typing import Any
 
 from kvferry.actors.actor import Actor
@@ -18,7 +17,8 @@ from kvferry.actors.router.choice import Homes, View, choose
 from kvferry.actors.router.fleet import Fleet
 from kvferry.actors.router.guest import Guest, RoomOver, RoomResolved, Submit, Withdraw
 from kvferry.actors.router.policies import POLICIES
-from kvferry.actors.router.retry_after import RetryAfter
+from kvferry.actors.router.retry_after import Lives, RetryAfter
+from kvferry.actors.router.roster import RosterBook
 from kvferry.actors.router.view import Ask
 from kvferry.actors.settings import ClockSettings, RouterSettings
 from kvferry.memory.admission import refusal
@@ -49,8 +49,6 @@ from kvferry.protocol.room import RoomMachine
 
 ROOM_MAILBOX = 4096
 REDIAL_S = 1.0
-#: Ranks that have lost the registry find its successor within so long.
-REGISTRY_YOUNG_S = 5.0
 _ROOM_MESSAGES = (
     Opened, Admitted, Progress, PrefillDone, Received, Drained, Committed, Failed, AbortAck, UnknownRoom,
 )  # fmt: skip
@@ -72,7 +70,7 @@ class Router(Actor):
     ) -> None:
         super().__init__(network, clock, mailbox)
         self.settings = settings
-        self.roster = Roster(0, (), False, ("the registry has not answered yet",))
+        self.book = RosterBook()
         self.guests: dict[int, Guest] = {}
         self.ended: OrderedDict[int, Journal] = OrderedDict()
         self.membership = Membership(network, resolve, Watch(network.address.name), self.spawn, self._mailbox.put)
@@ -80,11 +78,8 @@ class Router(Actor):
         self._backend = backend
         self._limits = limits.limits()
         self._redial_at_s = 0.0
-        self._registry = 0  # the incarnation that the roster is of
-        self._registry_young_until_s = 0.0
-        self._linking_until_s = math.inf  # we are new: nothing is known, or leaders are being dialled
         self._statistics = RoomStatistics()
-        self._durations_s: deque[float] = deque(maxlen=64)
+        self._lives = Lives()
         self._policy = POLICIES[settings.policy]
         self.fleet = Fleet(network.is_up)
         self.breakers = Breakers(settings.breaker_failures, settings.breaker_open_s, settings.breaker_open_max_s)
@@ -93,6 +88,11 @@ class Router(Actor):
         self._room_places, self._queue_places = RetryAfter(), RetryAfter()
         self._on_message = {Roster: self._new_roster, Load: self._load}
         self._on_message |= dict.fromkeys(_ROOM_MESSAGES, self._room_message)
+
+    @property
+    def roster(self) -> Roster:
+        """The last one that came."""
+        return self.book.roster
 
     # --- calls, from the host; they only post ---
 
@@ -168,8 +168,7 @@ class Router(Actor):
 
     def tick(self, now_s: float) -> None:
         self.membership.tick(now_s)
-        if self._registry_young_until_s and now_s >= self._registry_young_until_s:
-            self._registry_young_until_s = 0.0
+        if self.book.grows_complete(now_s):
             self._take_roster()
         if now_s >= self._redial_at_s:  # a link may break while the roster stays as it is
             self._redial_at_s = now_s + REDIAL_S
@@ -191,25 +190,14 @@ class Router(Actor):
                 guest.room.post(LegLost(peer, reason))
 
     def _new_roster(self, registry: Address, roster: Roster) -> None:
-        now_s = self.clock.now_s()
         self.membership.accepted = True
-        if self._linking_until_s == math.inf:
-            self._linking_until_s = now_s + REDIAL_S
-        elif registry.incarnation != self._registry:
-            self._registry_young_until_s = now_s + REGISTRY_YOUNG_S
-        self._registry, self.roster = registry.incarnation, roster
+        self.book.came(registry.incarnation, roster, self.clock.now_s())
         self._take_roster()
 
     def _take_roster(self) -> None:
-        self.fleet.registered(self.roster.ranks, complete=not self._registry_young_until_s)
+        self.fleet.registered(self.roster.ranks, complete=self.book.is_complete)
         self.breakers.keep({address.incarnation for address in self.fleet.addresses()})
         self._dial_leaders()
-
-    @property
-    def _linked(self) -> bool:
-        """To every leader of a roster that has come."""
-        known = self._linking_until_s < math.inf
-        return known and all(self.network.is_up(address.incarnation) for address in self.fleet.addresses())
 
     def _dial_leaders(self) -> None:
         for address in self.fleet.addresses():
@@ -247,7 +235,7 @@ class Router(Actor):
         now_s, settings = self.clock.now_s(), self.settings
         if len(self.guests) >= settings.max_requests:
             text = f"{len(self.guests)} requests are live; router.max_requests is {settings.max_requests}"
-            wait_s = self._room_places.seconds(self._rooms_per_s(), now_s)
+            wait_s = self._room_places.seconds(self._lives.ending_per_s(len(self.guests)), now_s)
             return self._refuse(answer, Cause("overloaded", text, "router"), wait_s)
         view, home = self._view(now_s), self._homes.home(spec.group)
         ask = Ask(self._random.bits(63), len(spec.fed_ids), spec.prefer, home, spec.avoid)
@@ -275,27 +263,16 @@ class Router(Actor):
         """Until the queue is shorter by one: a place becomes free with each request that ends at a decode."""
         return self._queue_places.seconds(self.fleet.finished_per_s(), now_s)
 
-    def _rooms_per_s(self) -> float:
-        """Rooms that end, by Little's law: the live ones over the mean life of the last; 0 while nothing is known."""
-        if not self._durations_s:
-            return 0.0
-        return len(self.guests) * len(self._durations_s) / max(sum(self._durations_s), 1e-9)
-
     def _refuse_unavailable(self, answer: asyncio.Future[Outcome], view: View, now_s: float) -> None:
-        """Nobody can serve now: say what is missing, or which breakers are open. A router that has just been started
+        """Nobody can serve now: say what is missing, or that breakers are open. A router that has just been started
         can't know that; it is not back yet, and another one may serve."""
-        if now_s < self._linking_until_s and not self._linked:
-            name = self.network.address.name
+        if self.book.is_new(self.fleet.all_linked, now_s):
             text = "the router has just been started and knows nobody yet"
-            return self._refuse(answer, Cause("peer_lost", text, "router", peer=name), 0.0)
-        probe_s = 0.0
-        if lines := self.fleet.missing():
-            lines = [*self.roster.missing, *lines]
-        else:  # somebody is missing, perhaps, but there are pairs
-            pairs = view.pairs
-            probe_s = self.breakers.next_probe_s(pairs, now_s) or 0.0
-            when = f"the next probe is in {probe_s:.1f} s" if probe_s else "a probe is under way"
-            lines = [f"the breakers of all {len(pairs)} pairs are open; {when}", *self.roster.missing]
+            return self._refuse(answer, Cause("peer_lost", text, "router", peer=self.network.address.name), 0.0)
+        lines, probe_s = [*self.roster.missing, *self.fleet.missing()], 0.0
+        if not self.fleet.missing():  # somebody is, perhaps, but there are pairs
+            why, probe_s = self.breakers.why_none(view.pairs, now_s)
+            lines.insert(0, why)
         return self._refuse(answer, Cause("unavailable", f"no pair can serve: {'; '.join(lines)}", "router"), probe_s)
 
     def _refuse(self, answer: asyncio.Future[Outcome], cause: Cause, retry_after_s: float) -> None:
@@ -363,7 +340,7 @@ class Router(Actor):
             cause = Cause("handoff_failed", f"the room crashed: {error!r}", "router", room=room_id)
             guest.room.crashed(cause)
         self.fleet.over(room_id, *guest.pair, guest.committed)
-        self._durations_s.append(now_s - guest.began_s)
+        self._lives.ended(now_s - guest.began_s)
         journal = self.ended[room_id] = guest.room.journal
         journal.end(now_s)
         code = "" if guest.room.machine.kvpoll is KVPoll.SUCCESS else guest.room.code

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvferry.actors.router.breaker import Verdict
-from kvferry.actors.router.router import REGISTRY_YOUNG_S
+from kvferry.actors.router.roster import REGISTRY_YOUNG_S
 from kvferry.actors.settings import (
     DecodeSettings,
     FaultSettings,

@@ -77,7 +77,7 @@ def test_a_write_that_no_lease_covers(side: str) -> None:
     run(main())
 
 
-def test_a_page_that_two_rooms_have() -> None:
+def test_a_page_that_is_free_and_held() -> None:
     async def main() -> None:
         async with SimSystem(SLOW) as system:
             watcher = Watcher(system)
@@ -85,7 +85,7 @@ def test_a_page_that_two_rooms_have() -> None:
             (room,) = system.decode().rooms.values()
             assert room.holding is not None
             system.decode().ledger._free.append(room.holding.pages[0])
-            with pytest.raises(LedgerError, match="also"):
+            with pytest.raises(LedgerError, match="is also free"):
                 watcher.look()
             call.cancel()
 
