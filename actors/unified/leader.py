@@ -174,6 +174,16 @@ class UnifiedLeader(Decode):
             self.act(room, room.machine.rank_received(RANK))
             self.act(room, room.machine.handle(ReceiverEvent.ALL_RECEIVED))
 
+    def report_progress(self) -> None:
+        """Also for those that wait for their turn to be computed, as prefill tells it."""
+        super().report_progress()
+        for position, room_id in enumerate(self.prefilling):
+            room = self._prefilling(room_id)
+            news = self.progress(room, "queued", position=position, chunk=room.chunk - 1)
+            news = msgspec.structs.replace(news, leg=PREFILL)
+            room.clocks.queued(PREFILL, position, news.step, room.chunk, self.clock.now_s())
+            self.tell_room(room, news)
+
     def load(self) -> Load:
         """Both roles' in one: prompts that are not computed yet, whether they are admitted or not."""
         queued = sum(self._prefilling(room).remaining for room in (*self.waiting, *self.prefilling))

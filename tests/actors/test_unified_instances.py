@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -139,6 +140,24 @@ def test_what_can_never_fit_and_what_waits_too_long(client_of: Any) -> None:
             with pytest.raises(DeadlineExceeded):
                 await client.ask(PROMPT[:90], max_tokens=3)
             await client.collect(first)
+            assert await system.settle(5)
+
+    run(main())
+
+
+def test_prompts_that_wait_for_their_turn_make_progress(client_of: Any) -> None:
+    """Twelve are admitted at once and computed one after the other, 0.8 s each, with a limit of 3 s without progress:
+    nobody was told that the queue before them grew shorter, so the last ones were given up.
+    """
+    options = replace(unified(pool_pages=1300), clocks=ClockSettings(no_progress_s=3.0))
+
+    async def main() -> None:
+        async with SimSystem(options) as system:
+            client = await client_of(system)
+            prompts = [(i,) * 800 for i in range(1, 13)]
+            answers = await asyncio.gather(*(client.ask(prompt, max_tokens=2) for prompt in prompts))
+            engine = system.engine("unified-0")
+            assert answers == [list(engine.expected_tokens(prompt, 2)) for prompt in prompts]
             assert await system.settle(5)
 
     run(main())

@@ -93,6 +93,12 @@ def test_the_message_has_path_value_and_what_is_allowed(tmp_path: Path) -> None:
         ({"prefill": {"batch_tokens": 128}}, "prefill.chunk_tokens", 256, ["at most prefill.batch_tokens (128)"]),
         ({"prefill": {"pool_pages": 15}}, "prefill.chunk_tokens", 256, ["(240)"]),
         ({"decode": {"max_running": 300}}, "decode.max_running", 300, ["at most decode.max_rooms (256)"]),
+        (
+            {"unified": {"batch_tokens": 32, "chunk_tokens": 32}},
+            "unified.max_running",
+            32,
+            ["at most unified.batch_tokens (32)"],
+        ),
         ({"decode": {"pool_pages": 31}}, "decode.max_running", 32, ["at most decode.pool_pages (31)"]),
         ({"links": {"silence_s": 2.0}}, "links.silence_s", 2.0, ["more than twice links.heartbeat_s (1)"]),
         ({"links": {"resend_s": 10.0}}, "links.resend_s", 10.0, ["less than links.silence_s (10)"]),

@@ -176,8 +176,11 @@ def _running(config: Config) -> Iterator[Complaint]:
             yield key, running, f"at most {role}.max_rooms ({settings.max_rooms})"
         if running > settings.pool_pages:
             yield key, running, f"at most {role}.pool_pages ({settings.pool_pages})"
-    if config.unified.max_running > config.unified.batch_tokens:  # a forward takes one token of each that runs
-        allowed = f"at most unified.batch_tokens ({config.unified.batch_tokens})"
+    # A forward takes one token of each that runs, and a page of the prompt that waits beside them: or it would wait
+    # until one of them has finished, without any progress.
+    tokens, page = config.unified.batch_tokens, config.model.page_size
+    if config.unified.max_running - 1 + page > tokens:
+        allowed = f"at most unified.batch_tokens ({tokens}) - model.page_size ({page}) + 1"
         yield "unified.max_running", config.unified.max_running, allowed
 
 
