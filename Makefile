@@ -53,8 +53,10 @@ lint: install-dev
 types: install-dev
 	$(BIN)/mypy
 
+# What starts clusters of its own wants both cores and runs alone; the rest shares them.
 unit: install-dev browser
-	$(BIN)/python -m pytest --durations=15
+	$(BIN)/python -m pytest -m "not real" -n 2 --dist loadfile --durations=15
+	$(BIN)/python -m pytest -m real --durations=15
 
 cluster-test: install  ## cluster.yaml on two hosts made of namespaces; needs root and sshd, rsync, iproute2
 	$(BIN)/python tests/cluster_hosts/run.py

@@ -27,6 +27,8 @@ from kvferry.cluster.pidwatch import host_id
 from kvferry.cluster.zmq_carrier import ZmqCarrier
 from kvferry.protocol.messages import Address, Message, Stop, Watch
 
+pytestmark = pytest.mark.real  # for its Ray cluster
+
 #: A process that echoes every message and prints its address; it ends with its standard input.
 ECHO = """
 import asyncio, sys, msgspec

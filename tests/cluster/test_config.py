@@ -195,7 +195,7 @@ def test_haproxy_and_an_ipv6_wildcard_contradict_each_other(tmp_path: Path) -> N
     assert load(write(tmp_path, {}, http_options=host)).http.host == "::"
     error = refused(write(tmp_path, {"cluster": {"ingress": "haproxy"}}, http_options=host))
     assert error.path == f"{ARGS}.cluster.ingress" and "IPv4 only" in error.allowed
-    assert refused(write(tmp_path, {"cluster": {"ingress": "nginx"}})).allowed.startswith("auto, haproxy, serve")
+    assert refused(write(tmp_path, {"cluster": {"ingress": "nginx"}})).allowed.startswith("serve, haproxy")
 
 
 def test_api_keys_are_never_shown(tmp_path: Path) -> None:

@@ -88,15 +88,14 @@ class ClusterSettings(Settings, frozen=True):
     """`slot_resource`: the custom Ray resource of which every rank takes one; `slots`: how many of them
     `kvferry serve` gives its local cluster (0: two per core, and what the configuration needs). `bind_host`: where
     links listen, and where KV goes over tcp: an address, or "node" for the one by which Ray knows each node.
-    `ingress`: what `kvferry serve` puts in front of the front, Serve's own proxy or HAProxy; "auto": HAProxy where it
-    can listen on the configured address. `drain_s`: what an
+    `ingress`: what `kvferry serve` puts in front of the front, Serve's own proxy or HAProxy. `drain_s`: what an
     instance that leaves may take to finish, before it hands over.
     """
 
     slot_resource: str = "kvferry_slot"
     slots: int = 0
     bind_host: str = "127.0.0.1"
-    ingress: str = "auto"
+    ingress: str = "serve"
     drain_s: float = 60.0
 
 

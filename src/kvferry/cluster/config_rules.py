@@ -107,7 +107,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "transfer.backend": ("ucx",),
     "links.carrier": ("zmq", "ray"),
     "model.dtype": ("float32", "bfloat16", "float16"),
-    "cluster.ingress": ("auto", "haproxy", "serve"),
+    "cluster.ingress": ("serve", "haproxy"),
 }
 
 #: Text that must look like something.

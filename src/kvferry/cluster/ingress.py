@@ -39,20 +39,12 @@ def ingress_here() -> str:
     return "haproxy" if os.environ.get(ENABLED) == "1" else "serve"
 
 
-def ingress_of(config: Config) -> str:
-    """The one that `cluster.ingress` comes to: HAProxy listens on any address but the one of all IPv6 interfaces."""
-    chosen = config.cluster.ingress
-    if chosen != "auto":
-        return chosen
-    return "serve" if config.http.host == "::" else "haproxy"
-
-
 @contextmanager
 def prepared(config: Config) -> Iterator[None]:
     """While this lasts, a Ray cluster that is started here has the ingress of `config`. Leave it after the cluster has
     ended: what is left of the ingress then is ended by force.
     """
-    if ingress_of(config) != "haproxy":
+    if config.cluster.ingress != "haproxy":
         with _environment({ENABLED: "0"}):
             yield
         return

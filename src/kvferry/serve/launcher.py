@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvferry.cluster.config import Config
-from kvferry.cluster.ingress import ingress_of, prepared
+from kvferry.cluster.ingress import prepared
 from kvferry.engine.packaged import PACKAGED_MODEL, packaged_gguf
 from kvferry.protocol.errors import ConfigError
 from kvferry.serve.deployment import build
@@ -35,7 +35,7 @@ POLL_S = 0.5
 
 #: What listens, by `cluster.ingress`, as `kvferry serve` says it.
 INGRESSES = {
-    "serve": "Ray Serve's proxy",
+    "serve": "Ray Serve's proxy (cluster.ingress: haproxy is faster)",
     "haproxy": "HAProxy; on the same address also listen the front itself (a port from 30000 to 31000) and Serve's "
     "fallback proxy (a free port)",
 }
@@ -201,12 +201,12 @@ def _say_hello(config: Config, as_json: bool, out: TextIO) -> None:
     hello = f"[bold green]KVFerry serves {config.served_name()} at {url}/v1[/bold green]"
     console.print(f"{hello} ({pairs}); Ctrl-C stops it")
     console.print(f"a page to chat with it: {url}/")
-    console.print(f"ingress: {INGRESSES[ingress_of(config)]}")
+    console.print(f"ingress: {INGRESSES[config.cluster.ingress]}")
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     body = json.dumps({"model": config.served_name(), "temperature": 0, "messages": messages})
     key = ' -H "Authorization: Bearer $KVFERRY_API_KEY"' if config.api.keys or config.api.keys_file else ""
     curl = f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
-    facts = {"url": url, "model": config.served_name(), "ingress": ingress_of(config), "curl": curl}
+    facts = {"url": url, "model": config.served_name(), "ingress": config.cluster.ingress, "curl": curl}
     print(json.dumps(facts) if as_json else curl, file=out, flush=True)
 
 
