@@ -12,7 +12,8 @@ import msgspec
 
 from kvferry.actors.mailbox import Mailbox
 from kvferry.actors.ports import Clock, LostReason, Network
-from kvferry.protocol.messages import Address, Message
+from kvferry.protocol.address import Address
+from kvferry.protocol.messages import Message
 
 
 class FromPeer(msgspec.Struct, frozen=True, gc=False):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from kvferry.protocol.messages import Address
+from kvferry.protocol.address import Address
 
 #: Names one way to a peer, dialled or accepted; opaque, unique within its carrier.
 Path = bytes

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.actors.carrier import PidWatch
-from kvferry.protocol.messages import Address
+from kvferry.protocol.address import Address
 
 #: The kernel's own upper limit of pids on 64 bits.
 PID_MAX = 1 << 22

@@ -23,11 +23,11 @@ from kvferry.actors.ports import Clock, LostReason, Network, Resolve
 from kvferry.actors.settings import ClockSettings
 from kvferry.engine.contract import Engine, StepPlan, StepResult, TextFactory
 from kvferry.memory.ledger import PageLedger
+from kvferry.protocol.address import Address
 from kvferry.protocol.clocks import Clocks, Wait
 from kvferry.protocol.errors import Cause, Draining
 from kvferry.protocol.kvpoll import STICKY, KVPoll
 from kvferry.protocol.messages import (
-    Address,
     Failed,
     Load,
     Message,
@@ -35,7 +35,6 @@ from kvferry.protocol.messages import (
     Opened,
     OpenPrefill,
     Progress,
-    RankInfo,
     Register,
     Registered,
     RegistrationRefused,
@@ -43,6 +42,7 @@ from kvferry.protocol.messages import (
     UnknownRoom,
     Watch,
 )
+from kvferry.protocol.rank import RankInfo
 from kvferry.transfer.contract import Endpoint
 
 PROGRESS_EVERY_S = 1.0

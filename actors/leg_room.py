@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.memory.ledger import Holding
+from kvferry.protocol.address import Address
 from kvferry.protocol.clocks import Clocks
-from kvferry.protocol.messages import Address, RequestSpec
+from kvferry.protocol.request import RequestSpec
 
 
 @dataclass(kw_only=True)

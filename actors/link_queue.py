@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from kvferry.actors.carrier import Path
 from kvferry.actors.ports import LinkHandler, LostReason
+from kvferry.protocol.address import Address
 from kvferry.protocol.link import Delivered, LinkSession, Lost, Up
-from kvferry.protocol.messages import Address, BadFrame, decode
+from kvferry.protocol.messages import BadFrame, decode
 
 
 @dataclass(eq=False)

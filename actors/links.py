@@ -17,11 +17,12 @@ from kvferry.actors.exits import Exits
 from kvferry.actors.link_queue import Exited, Link, LinkQueue
 from kvferry.actors.ports import Clock, LinkHandler, Random
 from kvferry.actors.settings import LinkSettings
+from kvferry.protocol.address import Address
 from kvferry.protocol.errors import IllegalEvent
 from kvferry.protocol.frames import Ack, Data, Frame, Hello, NotMe, Welcome, decode_frame, encode_frame
 from kvferry.protocol.link import Answered, LinkLimits, LinkSession, Lost, Up
 from kvferry.protocol.link_table import Ending, LinkState
-from kvferry.protocol.messages import Address, BadFrame, Message, encode
+from kvferry.protocol.messages import BadFrame, Message, encode
 
 #: The least time between two timer runs, so that a deadline lost in rounding can't spin the loop.
 TICK_FLOOR_S = 0.001

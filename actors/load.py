@@ -8,7 +8,8 @@ from collections.abc import Callable
 import msgspec
 
 from kvferry.actors.ports import Network
-from kvferry.protocol.messages import Address, Load
+from kvferry.protocol.address import Address
+from kvferry.protocol.messages import Load
 
 LOAD_EVERY_S = 1.0
 LOAD_GAP_S = 0.1

@@ -6,7 +6,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from kvferry.actors.ports import Network, Resolve
-from kvferry.protocol.messages import Address, Message
+from kvferry.protocol.address import Address
+from kvferry.protocol.messages import Message
 
 REGISTRY = "registry"
 RETRY_S = 0.5

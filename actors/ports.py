@@ -6,7 +6,8 @@ from collections.abc import Awaitable, Callable
 from enum import Enum
 from typing import Protocol
 
-from kvferry.protocol.messages import Address, Message
+from kvferry.protocol.address import Address
+from kvferry.protocol.messages import Message
 
 
 class Clock(Protocol):

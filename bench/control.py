@@ -32,7 +32,7 @@ from control_station import Meter, RemoteStation
 from report import arguments, finish, table
 
 from kvferry.cluster.names import NAMESPACE
-from kvferry.protocol.messages import Address
+from kvferry.protocol.address import Address
 
 LEADERS = ["registry", "prefill", "decode", "sink"]
 PARKERS = ["registry", "parked-prefill", "parked-decode", "sink"]

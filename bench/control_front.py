@@ -21,8 +21,11 @@ from kvferry.cluster.clock import SystemClock, SystemRandom
 from kvferry.cluster.config import Config
 from kvferry.engine.contract import Emission
 from kvferry.obs.metrics import FrontMetrics
-from kvferry.protocol.messages import Address, Message, RankInfo, RequestSpec, Roster, Token
+from kvferry.protocol.address import Address
+from kvferry.protocol.messages import Message, Roster, Token
 from kvferry.protocol.outcome import Outcome
+from kvferry.protocol.rank import RankInfo
+from kvferry.protocol.request import RequestSpec
 from kvferry.serve.chat import CHAT, ChatWriter
 from kvferry.serve.exchange import Endpoint
 from kvferry.serve.front import Front

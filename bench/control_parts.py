@@ -19,8 +19,8 @@ from kvferry.actors.settings import ClockSettings, DecodeSettings, PrefillSettin
 from kvferry.cluster.clock import SystemClock, SystemRandom
 from kvferry.engine.contract import Drawn, Engine, EngineLimits, StepPlan, StepResult
 from kvferry.engine.scripted import ScriptedTexts
-from kvferry.protocol.messages import Layout, RankInfo
 from kvferry.protocol.metadata import ROW_BYTES
+from kvferry.protocol.rank import Layout, RankInfo
 from kvferry.transfer.contract import Region, RegionKind
 from kvferry.transfer.fake import FakeFabric
 

@@ -10,9 +10,9 @@ from kvferry.actors.room.journal import Journal
 from kvferry.actors.room.room import FromLeg, Room
 from kvferry.actors.settings import ClockSettings
 from kvferry.cluster.clock import SystemClock
+from kvferry.protocol.address import Address
 from kvferry.protocol.errors import Cause
 from kvferry.protocol.messages import (
-    Address,
     Admitted,
     Committed,
     Drained,
@@ -23,9 +23,8 @@ from kvferry.protocol.messages import (
     PrefillDone,
     Progress,
     Received,
-    RequestSpec,
-    Sampling,
 )
+from kvferry.protocol.request import RequestSpec, Sampling
 from kvferry.protocol.room import RoomMachine
 
 PREFILL, DECODE = Address("prefill-0", "", 1, "", 0), Address("decode-0", "", 2, "", 0)

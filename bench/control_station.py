@@ -27,17 +27,10 @@ from kvferry.actors.settings import LinkSettings
 from kvferry.cluster.clock import SystemClock, SystemRandom
 from kvferry.cluster.names import NAMESPACE
 from kvferry.cluster.network import open_network
-from kvferry.protocol.messages import (
-    Address,
-    Message,
-    OpenDecode,
-    Opened,
-    OpenPrefill,
-    RankInfo,
-    Register,
-    RequestSpec,
-    Sampling,
-)
+from kvferry.protocol.address import Address
+from kvferry.protocol.messages import Message, OpenDecode, Opened, OpenPrefill, Register
+from kvferry.protocol.rank import RankInfo
+from kvferry.protocol.request import RequestSpec, Sampling
 
 PROMPT_TOKENS = 16
 

@@ -19,8 +19,9 @@ from kvferry.cluster.hosting import CONCURRENT_CALLS, RemoteHost
 from kvferry.cluster.names import NAMESPACE, REGISTRY
 from kvferry.cluster.network import open_network
 from kvferry.obs.metrics import FrontMetrics
-from kvferry.protocol.messages import RequestSpec, Roster, Sampling
+from kvferry.protocol.messages import Roster
 from kvferry.protocol.outcome import Outcome
+from kvferry.protocol.request import RequestSpec, Sampling
 from kvferry.serve.front import Front
 from kvferry.serve.gateway import FrontInfo
 

@@ -16,8 +16,9 @@ from kvferry.cluster.roles import load_engine
 from kvferry.engine.contract import Engine, StepPlan
 from kvferry.engine.contract import Sequence as Fed
 from kvferry.obs.metrics import FrontMetrics
-from kvferry.protocol.messages import RequestSpec, Roster, Sampling
+from kvferry.protocol.messages import Roster
 from kvferry.protocol.outcome import Outcome
+from kvferry.protocol.request import RequestSpec, Sampling
 from kvferry.serve.front import Front
 from kvferry.serve.gateway import FrontInfo
 from kvferry.sim.loop import VirtualClock, run

@@ -7,16 +7,9 @@ from typing import Any
 
 from kvferry.actors.actor import Actor
 from kvferry.actors.ports import Clock, LostReason, Network
-from kvferry.protocol.messages import (
-    Address,
-    Layout,
-    RankInfo,
-    Register,
-    Registered,
-    RegistrationRefused,
-    Roster,
-    Watch,
-)
+from kvferry.protocol.address import Address
+from kvferry.protocol.messages import Register, Registered, RegistrationRefused, Roster, Watch
+from kvferry.protocol.rank import Layout, RankInfo
 
 #: A request needs one instance of each, or a unified one.
 PAIR = ("prefill", "decode")

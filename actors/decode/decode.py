@@ -19,12 +19,12 @@ from kvferry.memory.admission import pages_needed, refusal
 from kvferry.memory.proof import Drained as DrainedProof
 from kvferry.memory.proof import Exited, NeverGiven, Quiescent, Stepped
 from kvferry.protocol import receiver
+from kvferry.protocol.address import Address
 from kvferry.protocol.clocks import Wait
 from kvferry.protocol.messages import (
     Abort,
     AbortAck,
     AbortTransfer,
-    Address,
     Admitted,
     Committed,
     Destination,

@@ -19,13 +19,13 @@ from kvferry.memory.admission import pages_needed
 from kvferry.memory.proof import Drained as DrainedProof
 from kvferry.memory.proof import NeverGiven, Quiescent, Stepped
 from kvferry.protocol import sender
+from kvferry.protocol.address import Address
 from kvferry.protocol.clocks import Wait
 from kvferry.protocol.errors import Cause
 from kvferry.protocol.messages import (
     Abort,
     AbortAck,
     AbortTransfer,
-    Address,
     Destination,
     Drained,
     Failed,

@@ -10,11 +10,11 @@ import msgspec
 from kvferry.actors.mailbox import Mailbox
 from kvferry.actors.ports import Clock, LostReason
 from kvferry.actors.room.journal import Journal
+from kvferry.protocol.address import Address
 from kvferry.protocol.errors import Cause
 from kvferry.protocol.messages import (
     Abort,
     AbortAck,
-    Address,
     Admitted,
     Committed,
     Drained,

@@ -12,7 +12,9 @@ from typing import Any
 
 from kvferry.actors.router.view import ASSUMED_PLACE_S, ASSUMED_TOKENS_PER_S, UNIFIED, Ask, DecodeView, PrefillView
 from kvferry.memory.admission import pages_needed
-from kvferry.protocol.messages import Address, Load, RankInfo
+from kvferry.protocol.address import Address
+from kvferry.protocol.messages import Load
+from kvferry.protocol.rank import RankInfo
 
 
 @dataclass

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from kvferry.actors.room.room import Room
 from kvferry.actors.router.breaker import PairId
 from kvferry.protocol.errors import Cause
-from kvferry.protocol.messages import RankInfo, RequestSpec
 from kvferry.protocol.outcome import Outcome
+from kvferry.protocol.rank import RankInfo
+from kvferry.protocol.request import RequestSpec
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,11 @@ from kvferry.actors.router.view import Ask
 from kvferry.actors.settings import ClockSettings, RouterSettings
 from kvferry.memory.admission import refusal
 from kvferry.obs.rooms import RoomStatistics
+from kvferry.protocol.address import Address
 from kvferry.protocol.errors import Cause, Draining
 from kvferry.protocol.kvpoll import KVPoll
 from kvferry.protocol.messages import (
     AbortAck,
-    Address,
     Admitted,
     Committed,
     Drained,
@@ -37,14 +37,14 @@ from kvferry.protocol.messages import (
     Opened,
     PrefillDone,
     Progress,
-    RankInfo,
     Received,
-    RequestSpec,
     Roster,
     UnknownRoom,
     Watch,
 )
 from kvferry.protocol.outcome import Outcome
+from kvferry.protocol.rank import RankInfo
+from kvferry.protocol.request import RequestSpec
 from kvferry.protocol.room import RoomMachine
 
 ROOM_MAILBOX = 4096

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvferry.memory.admission import pages_needed
-from kvferry.protocol.messages import RankInfo
+from kvferry.protocol.rank import RankInfo
 
 #: The role of instances that are prefill and decode in one process; such a one serves with itself only.
 UNIFIED = "unified"

@@ -20,10 +20,10 @@ from kvferry.actors.load import Recent
 from kvferry.actors.settings import DecodeSettings, UnifiedSettings
 from kvferry.actors.unified.room import UnifiedRoom
 from kvferry.engine.contract import Drawn, Sequence, StepPlan, StepResult
+from kvferry.protocol.address import Address
 from kvferry.protocol.clocks import Wait
 from kvferry.protocol.messages import (
     AbortAck,
-    Address,
     Admitted,
     Committed,
     Drained,

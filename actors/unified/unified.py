@@ -16,7 +16,8 @@ from kvferry.memory.admission import Admission, Claim, Phase, refusal
 from kvferry.memory.ledger import Holding, PageLedger
 from kvferry.memory.proof import NeverGiven, Quiescent, Stepped
 from kvferry.protocol.errors import error_from
-from kvferry.protocol.messages import RequestSpec, Token
+from kvferry.protocol.messages import Token
+from kvferry.protocol.request import RequestSpec
 
 
 @dataclass

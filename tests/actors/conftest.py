@@ -13,8 +13,9 @@ from kvferry.actors.router.router import Router
 from kvferry.actors.settings import LinkSettings
 from kvferry.obs.metrics import FrontMetrics
 from kvferry.protocol.errors import Cause, PeerLost
-from kvferry.protocol.messages import RequestSpec, Roster, Sampling, Token
+from kvferry.protocol.messages import Roster, Token
 from kvferry.protocol.outcome import Outcome
+from kvferry.protocol.request import RequestSpec, Sampling
 from kvferry.serve.attempts import AttemptPolicy
 from kvferry.serve.front import Front
 from kvferry.serve.gateway import FrontInfo

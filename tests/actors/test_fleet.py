@@ -10,7 +10,9 @@ import pytest
 from kvferry.actors.load import LoadReports, Recent
 from kvferry.actors.router.fleet import Fleet
 from kvferry.actors.router.view import Ask
-from kvferry.protocol.messages import Address, Layout, Load, RankInfo
+from kvferry.protocol.address import Address
+from kvferry.protocol.messages import Load
+from kvferry.protocol.rank import Layout, RankInfo
 
 LAYOUT = Layout("m", "1", "float32", 16, 1, 1, 8)
 P1, P2, D1, D2 = 1, 2, 3, 4

@@ -15,8 +15,9 @@ from kvferry.actors.settings import LinkSettings
 from kvferry.cluster.clock import SystemClock, SystemRandom
 from kvferry.cluster.network import open_network
 from kvferry.cluster.zmq_carrier import ZmqCarrier
+from kvferry.protocol.address import Address
 from kvferry.protocol.errors import IllegalEvent
-from kvferry.protocol.messages import MAX_MESSAGE_BYTES, Address, BadFrame, Message, RegistrationRefused, Stop
+from kvferry.protocol.messages import MAX_MESSAGE_BYTES, BadFrame, Message, RegistrationRefused, Stop
 from kvferry.sim.loop import run
 from kvferry.sim.network import SimFaults, SimNetwork
 

@@ -12,9 +12,11 @@ from kvferry.actors.ports import LostReason
 from kvferry.actors.room.journal import Journal
 from kvferry.actors.room.room import AbortRequested, FromLeg, LegLost, Room
 from kvferry.actors.settings import FaultSettings, LinkSettings
+from kvferry.protocol.address import Address
 from kvferry.protocol.clocks import Limits
 from kvferry.protocol.errors import Cause, HandoffFailed, PeerError
-from kvferry.protocol.messages import Address, Destination, Message, Opened, RequestSpec, Sampling, UnknownRoom
+from kvferry.protocol.messages import Destination, Message, Opened, UnknownRoom
+from kvferry.protocol.request import RequestSpec, Sampling
 from kvferry.protocol.room import RoomMachine
 from kvferry.sim.loop import VirtualClock, run
 from kvferry.sim.system import SimOptions, SimSystem

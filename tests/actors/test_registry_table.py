@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from kvferry.actors.bootstrap.registry import RankTable, group_size, place_of
-from kvferry.protocol.messages import Address, Layout, RankInfo
+from kvferry.protocol.address import Address
+from kvferry.protocol.rank import Layout, RankInfo
 
 LAYOUT = Layout("smollm2", "rev-a", "float32", 16, layers=30, kv_heads=3, head_dim=64, policy="early")
 WANTED = {"prefill": 1, "decode": 1}

@@ -12,16 +12,8 @@ import pytest
 
 from kvferry.actors.settings import DecodeSettings, PrefillSettings, RouterSettings
 from kvferry.protocol.errors import HandoffFailed, Overloaded, Unavailable
-from kvferry.protocol.messages import (
-    Drained,
-    Message,
-    OpenDecode,
-    PrefillDone,
-    Register,
-    RequestSpec,
-    Sampling,
-    TokenBatch,
-)
+from kvferry.protocol.messages import Drained, Message, OpenDecode, PrefillDone, Register, TokenBatch
+from kvferry.protocol.request import RequestSpec, Sampling
 from kvferry.sim.loop import VirtualClock, run
 from kvferry.sim.system import SimOptions, SimSystem
 from kvferry.transfer.contract import TransferError

@@ -9,7 +9,8 @@ import pytest
 from kvferry.actors.router.choice import Homes, View, choose, one_per_group
 from kvferry.actors.router.policies import POLICIES, Policy, predicted_s
 from kvferry.actors.router.view import Ask, Candidates, DecodeView, PrefillView
-from kvferry.protocol.messages import Address, Layout, RankInfo
+from kvferry.protocol.address import Address
+from kvferry.protocol.rank import Layout, RankInfo
 from kvferry.sim.loop import SeededRandom
 
 LAYOUT = Layout("m", "1", "float32", 16, 1, 1, 8)

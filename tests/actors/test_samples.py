@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from kvferry.actors.settings import DecodeSettings
-from kvferry.protocol.messages import Sampling
+from kvferry.protocol.request import Sampling
 from kvferry.serve.choices import Choices
 from kvferry.serve.prepare import sample_seed
 from kvferry.sim.loop import run

@@ -15,8 +15,11 @@ from kvferry.actors.settings import DecodeSettings, FaultSettings
 from kvferry.actors.unified.unified import Unified
 from kvferry.engine.contract import EngineLimits
 from kvferry.engine.scripted import ScriptedEngine, ScriptedTexts
+from kvferry.protocol.address import Address
 from kvferry.protocol.errors import HandoffFailed
-from kvferry.protocol.messages import Address, Layout, RequestSpec, Sampling, Token
+from kvferry.protocol.messages import Token
+from kvferry.protocol.rank import Layout
+from kvferry.protocol.request import RequestSpec, Sampling
 from kvferry.sim.loop import VirtualClock, run
 from kvferry.sim.system import SimOptions, SimSystem, prefill_cost_s
 

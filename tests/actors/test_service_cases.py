@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from kvferry.actors.settings import PrefillSettings
-from kvferry.protocol.messages import Sampling
+from kvferry.protocol.request import Sampling
 from kvferry.sim.loop import VirtualClock, run
 from kvferry.sim.system import PREFILL_TOKEN_S, SimOptions, SimSystem
 

@@ -10,8 +10,8 @@ import pytest
 
 from kvferry.actors.prefill.siblings import GRACE_S
 from kvferry.actors.settings import DecodeSettings, PrefillSettings
-from kvferry.protocol.messages import RequestSpec
 from kvferry.protocol.outcome import Outcome
+from kvferry.protocol.request import RequestSpec
 from kvferry.sim.loop import run
 from kvferry.sim.system import SimOptions, SimSystem
 

@@ -10,8 +10,10 @@ import pytest
 from kvferry.actors.unified.unified import Unified
 from kvferry.engine.contract import EngineLimits, StepPlan
 from kvferry.engine.scripted import ScriptedEngine, ScriptedTexts
+from kvferry.protocol.address import Address
 from kvferry.protocol.errors import InvalidRequest
-from kvferry.protocol.messages import Address, Layout, RequestSpec, Sampling
+from kvferry.protocol.rank import Layout
+from kvferry.protocol.request import RequestSpec, Sampling
 from kvferry.sim.loop import VirtualClock, run
 
 NOBODY = Address("test", "", 0, "", 0)

@@ -26,7 +26,8 @@ from kvferry.cluster.names import NAMESPACE
 from kvferry.cluster.network import open_network
 from kvferry.cluster.pidwatch import host_id
 from kvferry.cluster.zmq_carrier import ZmqCarrier
-from kvferry.protocol.messages import Address, Message, Stop, Watch
+from kvferry.protocol.address import Address
+from kvferry.protocol.messages import Message, Stop, Watch
 
 #: A process that echoes every message and prints its address; it ends with its standard input.
 ECHO = """

@@ -9,8 +9,8 @@ import pytest
 from kvferry.cluster.config import Config, load
 from kvferry.cluster.network import check_reachable, own_host
 from kvferry.cluster.pidwatch import host_id
+from kvferry.protocol.address import Address
 from kvferry.protocol.errors import ConfigError
-from kvferry.protocol.messages import Address
 
 
 def node(name: str, slots: float, alive: bool = True) -> dict[str, Any]:

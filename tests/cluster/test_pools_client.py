@@ -12,8 +12,9 @@ from kvferry.cluster import controller as controller_module
 from kvferry.cluster.client import RayBackend, apply_user_config, tell_controller
 from kvferry.cluster.config import Config, load
 from kvferry.cluster.controller import Controller
+from kvferry.protocol.address import Address
 from kvferry.protocol.errors import InvalidRequest, PeerLost, Unavailable
-from kvferry.protocol.messages import Address, RequestSpec, Sampling
+from kvferry.protocol.request import RequestSpec, Sampling
 
 
 class NoRoom:

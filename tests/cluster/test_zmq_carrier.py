@@ -11,7 +11,7 @@ import zmq
 
 from kvferry.cluster.pidwatch import PidfdWatch, host_id
 from kvferry.cluster.zmq_carrier import ZmqCarrier
-from kvferry.protocol.messages import Address
+from kvferry.protocol.address import Address
 
 
 class Wires:

@@ -8,7 +8,7 @@ from kvferry.engine.batch import build
 from kvferry.engine.contract import Sequence, StepPlan
 from kvferry.engine.patches import FusedRMSNorm, PackedLinear, fuse_rms_norms, pack_linears
 from kvferry.protocol.errors import ConfigError
-from kvferry.protocol.messages import Sampling
+from kvferry.protocol.request import Sampling
 
 FAMILIES = ["Llama", "Qwen2", "Qwen3", "Olmo2", "Phi3"]
 EXTRA = {"Phi3": {"pad_token_id": 0}}

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from kvferry.engine.contract import History, Sequence
 from kvferry.engine.sampler import sample
-from kvferry.protocol.messages import Logprobs, Sampling
+from kvferry.protocol.messages import Logprobs
+from kvferry.protocol.request import Sampling
 
 
 def plain(row, token_id, count):

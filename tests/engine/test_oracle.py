@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.engine.contract import Sequence, StepPlan
-from kvferry.protocol.messages import Sampling
+from kvferry.protocol.request import Sampling
 
 REFERENCE = json.loads(Path(__file__).with_name("reference.json").read_text())
 BY_LENGTH = {entry["length"]: entry for entry in REFERENCE["prompts"]}

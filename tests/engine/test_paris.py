@@ -1,7 +1,7 @@
 """The engine, end to end, on one question."""
 
 from kvferry.engine.contract import Sequence, StepPlan
-from kvferry.protocol.messages import Sampling
+from kvferry.protocol.request import Sampling
 
 
 async def test_the_capital_of_france(engine, chat, texts):

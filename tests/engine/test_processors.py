@@ -23,7 +23,8 @@ from kvferry.engine.history import Past, looks_back
 from kvferry.engine.processors import processed
 from kvferry.engine.rules import check_plan
 from kvferry.engine.sampler import filtered, sample
-from kvferry.protocol.messages import Address, RequestSpec, Sampling
+from kvferry.protocol.address import Address
+from kvferry.protocol.request import RequestSpec, Sampling
 
 VOCAB = 60
 NOBODY = Address("test", "", 0, "", 0)

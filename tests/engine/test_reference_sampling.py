@@ -9,7 +9,8 @@ import pytest
 
 from kvferry.engine.contract import Sequence, StepPlan
 from kvferry.engine.history import Past
-from kvferry.protocol.messages import Address, RequestSpec, Sampling
+from kvferry.protocol.address import Address
+from kvferry.protocol.request import RequestSpec, Sampling
 
 HERE = Path(__file__).parent
 REFERENCE = json.loads((HERE / "reference_sampling.json").read_text())

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvferry.engine.contract import Sequence
 from kvferry.engine.sampler import filtered, sample, uniform
-from kvferry.protocol.messages import Sampling
+from kvferry.protocol.request import Sampling
 
 
 def wanting(sampling, position=5):

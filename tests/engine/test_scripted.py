@@ -7,7 +7,8 @@ import pytest
 
 from kvferry.engine.contract import EngineLimits, Sequence, StepPlan
 from kvferry.engine.scripted import ScriptedEngine, ScriptedTexts
-from kvferry.protocol.messages import Layout, Sampling
+from kvferry.protocol.rank import Layout
+from kvferry.protocol.request import Sampling
 
 GREEDY = Sampling(max_tokens=8)
 PROMPT = tuple(range(100, 111))

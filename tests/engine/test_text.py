@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from kvferry.engine.text import StoppingFactory
 from kvferry.protocol.errors import InvalidRequest
-from kvferry.protocol.messages import Sampling
+from kvferry.protocol.request import Sampling
 
 NASTY = "naïve café 🙂👩‍👩‍👧‍👦🏳️‍🌈 東京は日本の首都です。 한국어 \t\r\n  x  ﷽ नमस्ते 1234567 ''\" <|im_end|> ��"
 relaxed = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -9,7 +9,8 @@ import torch
 
 from kvferry.engine.contract import EngineLimits, Sequence, StepPlan
 from kvferry.engine.torch_engine import TorchEngine
-from kvferry.protocol.messages import Layout, Sampling
+from kvferry.protocol.rank import Layout
+from kvferry.protocol.request import Sampling
 
 WANT = Sampling(max_tokens=1)
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvferry.protocol.address import Address
 from kvferry.protocol.frames import (
     BATCH_BYTES,
     BATCH_MESSAGES,
@@ -26,7 +27,7 @@ from kvferry.protocol.frames import (
 from kvferry.protocol.link import Answered, Delivered, LinkLimits, LinkSession, Lost, Up
 from kvferry.protocol.link_table import TABLE, Ending, LinkEvent, LinkState
 from kvferry.protocol.machine import holes
-from kvferry.protocol.messages import Address, BadFrame
+from kvferry.protocol.messages import BadFrame
 
 A = Address("a", "tcp://10.0.0.1:1", 11, "host", 101)
 B = Address("b", "tcp://10.0.0.2:2", 22, "host", 202)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.protocol import messages as m
+from kvferry.protocol.address import Address
 from kvferry.protocol.errors import Cause
 from kvferry.protocol.metadata import (
     MAX_TOP_LOGPROBS,
@@ -21,14 +22,16 @@ from kvferry.protocol.metadata import (
     decode_notification,
     encode_notification,
 )
+from kvferry.protocol.rank import Layout, RankInfo
+from kvferry.protocol.request import RequestSpec, Sampling
 
-HERE = m.Address("front-0", "tcp://127.0.0.1:9", 1 << 63, "host", 12)
-SAMPLING = m.Sampling(8, 0.5, 0.9, 40, 3, ("\n", "\u2028"), (2, 7))
-SPEC = m.RequestSpec(1 << 62, (1, 2, 3), SAMPLING, HERE)
+HERE = Address("front-0", "tcp://127.0.0.1:9", 1 << 63, "host", 12)
+SAMPLING = Sampling(8, 0.5, 0.9, 40, 3, ("\n", "\u2028"), (2, 7))
+SPEC = RequestSpec(1 << 62, (1, 2, 3), SAMPLING, HERE)
 INNER = Cause("peer_lost", "gone", leg="decode", rank=0, peer="decode-0", room=5, state="S", elapsed_s=0.5)
 CAUSE = Cause("handoff_failed", "no", param="messages", because=INNER)
-LAYOUT = m.Layout("model", "rev", "float32", 16, 30, 3, 64)
-INFO = m.RankInfo("prefill-0", "prefill", HERE, LAYOUT, pages=640, max_prompt_tokens=2048, max_total_tokens=2048)
+LAYOUT = Layout("model", "rev", "float32", 16, 30, 3, 64)
+INFO = RankInfo("prefill-0", "prefill", HERE, LAYOUT, pages=640, max_prompt_tokens=2048, max_total_tokens=2048)
 
 EXAMPLES: list[m.Message] = [
     m.OpenPrefill(5, 1, SPEC, HERE),
@@ -90,14 +93,14 @@ WIRE = {
     "Roster": "version ranks ready missing=",
 }
 PARTS = {
-    m.Address: "name endpoint incarnation host pid",
-    m.Sampling: "max_tokens temperature= top_p= top_k= seed= stop= stop_token_ids= min_p= logit_bias= "
+    Address: "name endpoint incarnation host pid",
+    Sampling: "max_tokens temperature= top_p= top_k= seed= stop= stop_token_ids= min_p= logit_bias= "
     "presence_penalty= frequency_penalty= repetition_penalty= min_tokens= ignore_eos= logprobs=",
     m.Logprobs: "logprob top=",
-    m.RequestSpec: "request prompt_ids sampling front frozen_ids= group= samples= prefer= avoid=",
+    RequestSpec: "request prompt_ids sampling front frozen_ids= group= samples= prefer= avoid=",
     m.Token: "request attempt room index token_id text finish_reason= logprobs=",
-    m.Layout: "model revision dtype page_size layers kv_heads head_dim policy=",
-    m.RankInfo: "instance role address layout dp_rank= dp_size= cp_rank= cp_size= tp_rank= tp_size= pp_rank= pp_size= "
+    Layout: "model revision dtype page_size layers kv_heads head_dim policy=",
+    RankInfo: "instance role address layout dp_rank= dp_size= cp_rank= cp_size= tp_rank= tp_size= pp_rank= pp_size= "
     "pages= max_prompt_tokens= max_total_tokens= draining=",
     Cause: "code message leg= rank= peer= room= state= elapsed_s= param= because=",
     Notification: "room rank incarnation",

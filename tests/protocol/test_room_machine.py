@@ -6,11 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvferry.protocol.address import Address
 from kvferry.protocol.clocks import Limits
 from kvferry.protocol.errors import Cause, IllegalEvent
 from kvferry.protocol.kvpoll import KVPoll, combined
 from kvferry.protocol.machine import Verdict, as_markdown, holes
-from kvferry.protocol.messages import Abort, Address, OpenDecode, OpenPrefill, RequestSpec, Sampling
+from kvferry.protocol.messages import Abort, OpenDecode, OpenPrefill
+from kvferry.protocol.request import RequestSpec, Sampling
 from kvferry.protocol.room import DECODE, PREFILL, TABLE, End, Resolve, RoomEvent, RoomMachine, RoomState, SendLeg
 
 LIMITS = Limits(admission_s=10, prefill_s=20, transfer_s=30, no_progress_s=5)

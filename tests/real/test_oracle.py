@@ -21,7 +21,8 @@ from kvferry.engine.contract import StepPlan, StepResult
 from kvferry.engine.loader import load
 from kvferry.engine.text import TokenizerTexts
 from kvferry.engine.torch_engine import TorchEngine
-from kvferry.protocol.messages import Address, RequestSpec, Sampling
+from kvferry.protocol.address import Address
+from kvferry.protocol.request import RequestSpec, Sampling
 
 pytestmark = pytest.mark.real
 

@@ -18,19 +18,11 @@ import uvicorn
 from kvferry.actors.ports import LinkHandler
 from kvferry.engine.token_pieces import TokenPiece
 from kvferry.obs.metrics import FrontMetrics
-from kvferry.protocol.messages import (
-    Address,
-    Layout,
-    Logprobs,
-    Message,
-    RankInfo,
-    RequestSpec,
-    Roster,
-    Stop,
-    Token,
-    TokenBatch,
-)
+from kvferry.protocol.address import Address
+from kvferry.protocol.messages import Logprobs, Message, Roster, Stop, Token, TokenBatch
 from kvferry.protocol.outcome import Outcome
+from kvferry.protocol.rank import Layout, RankInfo
+from kvferry.protocol.request import RequestSpec
 from kvferry.serve.app import build_app
 from kvferry.serve.attempts import AttemptPolicy
 from kvferry.serve.front import Front

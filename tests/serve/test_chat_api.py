@@ -14,8 +14,8 @@ import pytest
 
 from kvferry.actors.ports import LostReason
 from kvferry.protocol.errors import Cause
-from kvferry.protocol.messages import RequestSpec
 from kvferry.protocol.outcome import Outcome
+from kvferry.protocol.request import RequestSpec
 
 ASK: list[Any] = [{"role": "user", "content": "one two three"}]
 BODY: dict[str, Any] = {"model": "m", "messages": ASK}

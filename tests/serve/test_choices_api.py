@@ -12,8 +12,9 @@ import pytest
 
 from kvferry.actors.ports import LostReason
 from kvferry.protocol.errors import Cause
-from kvferry.protocol.messages import RequestSpec, Sampling, Token
+from kvferry.protocol.messages import Token
 from kvferry.protocol.outcome import Outcome
+from kvferry.protocol.request import RequestSpec, Sampling
 from kvferry.serve.choices import Choices
 from kvferry.serve.prepare import sample_seed
 

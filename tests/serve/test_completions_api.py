@@ -15,8 +15,8 @@ from kvferry.actors.ports import LostReason
 from kvferry.cluster.config import load as load_config
 from kvferry.engine.loader import PACKAGED_MODEL, load
 from kvferry.protocol.errors import Cause
-from kvferry.protocol.messages import RequestSpec
 from kvferry.protocol.outcome import Outcome
+from kvferry.protocol.request import RequestSpec
 from kvferry.serve.deployment import _vocabulary
 from kvferry.serve.launcher import base_url
 

@@ -9,8 +9,9 @@ import pytest
 
 from kvferry.actors.ports import LostReason
 from kvferry.protocol.errors import Cause, HandoffFailed, Overloaded, PeerLost, Unavailable
-from kvferry.protocol.messages import Retracted, Sampling, Stop, Watch
+from kvferry.protocol.messages import Retracted, Stop, Watch
 from kvferry.protocol.outcome import Outcome
+from kvferry.protocol.request import Sampling
 from kvferry.serve.live import LiveRequest
 
 SAMPLING = Sampling(max_tokens=8)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from kvferry.protocol.address import Address
 from kvferry.protocol.errors import Cause, Unavailable
-from kvferry.protocol.messages import Address, Layout, RankInfo, Roster
+from kvferry.protocol.messages import Roster
+from kvferry.protocol.rank import Layout, RankInfo
 from kvferry.serve.gateway import Limits, LimitsCache
 
 

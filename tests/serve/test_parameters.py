@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from kvferry.protocol.errors import InvalidRequest
-from kvferry.protocol.messages import Sampling
+from kvferry.protocol.request import Sampling
 from kvferry.serve.errors import UnsupportedParameter
 from kvferry.serve.prepare import check_token_ids, sampling_of
 from kvferry.serve.schemas import parse_chat

@@ -8,8 +8,8 @@ import httpx
 import openai
 
 from kvferry.protocol.errors import Cause, PeerLost
-from kvferry.protocol.messages import RequestSpec
 from kvferry.protocol.outcome import Outcome
+from kvferry.protocol.request import RequestSpec
 
 BODY: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "one two three"}]}
 

@@ -11,7 +11,7 @@ import pytest
 from kvferry.actors.router.breaker import Verdict
 from kvferry.actors.settings import FaultSettings, LinkSettings
 from kvferry.protocol.errors import LedgerError
-from kvferry.protocol.messages import RequestSpec, Sampling
+from kvferry.protocol.request import RequestSpec, Sampling
 from kvferry.sim.checkers import Broken, Watcher, check_idle
 from kvferry.sim.loop import run
 from kvferry.sim.system import SimOptions, SimSystem

@@ -33,8 +33,9 @@ from kvferry.actors.settings import (
 )
 from kvferry.obs.metrics import FrontMetrics
 from kvferry.protocol.errors import Cause, KVFerryError, PeerLost
-from kvferry.protocol.messages import RequestSpec, Sampling, Token
+from kvferry.protocol.messages import Token
 from kvferry.protocol.outcome import Outcome
+from kvferry.protocol.request import RequestSpec, Sampling
 from kvferry.serve.attempts import AttemptPolicy
 from kvferry.serve.choices import Choices
 from kvferry.serve.front import Front

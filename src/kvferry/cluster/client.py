@@ -17,8 +17,9 @@ from kvferry.cluster.config import Config
 from kvferry.cluster.hosting import short
 from kvferry.cluster.names import CONTROLLER, NAMESPACE, REGISTRY
 from kvferry.protocol.errors import Cause, InvalidRequest, PeerLost, Unavailable
-from kvferry.protocol.messages import RequestSpec, Roster
+from kvferry.protocol.messages import Roster
 from kvferry.protocol.outcome import Outcome
+from kvferry.protocol.request import RequestSpec
 
 log = logging.getLogger("kvferry.front")
 

@@ -16,7 +16,7 @@ from kvferry.actors.leader import Leader
 from kvferry.cluster.config import Config
 from kvferry.cluster.names import NAMESPACE, REGISTRY
 from kvferry.cluster.roles import build_role
-from kvferry.protocol.messages import Address
+from kvferry.protocol.address import Address
 
 log = logging.getLogger("kvferry.host")
 

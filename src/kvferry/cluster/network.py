@@ -12,8 +12,8 @@ from kvferry.actors.ports import Clock, Random
 from kvferry.actors.settings import LinkSettings
 from kvferry.cluster.pidwatch import PidfdWatch, host_id
 from kvferry.cluster.zmq_carrier import ZmqCarrier
+from kvferry.protocol.address import Address
 from kvferry.protocol.errors import ConfigError
-from kvferry.protocol.messages import Address
 
 INCARNATION_BITS = 64
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from kvferry.protocol.messages import Address
+from kvferry.protocol.address import Address
 
 
 def host_id() -> str:

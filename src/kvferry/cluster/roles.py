@@ -24,7 +24,8 @@ from kvferry.engine.contract import Engine
 from kvferry.engine.loader import Loaded, load
 from kvferry.engine.text import TokenizerTexts
 from kvferry.engine.torch_engine import TorchEngine
-from kvferry.protocol.messages import Address, RankInfo
+from kvferry.protocol.address import Address
+from kvferry.protocol.rank import RankInfo
 from kvferry.transfer.backends import make_endpoint
 from kvferry.transfer.contract import Endpoint, OnNotify
 from kvferry.transfer.nowhere import Nowhere

@@ -6,7 +6,9 @@ from typing import Protocol
 
 import msgspec
 
-from kvferry.protocol.messages import Layout, Logprobs, Sampling
+from kvferry.protocol.messages import Logprobs
+from kvferry.protocol.rank import Layout
+from kvferry.protocol.request import Sampling
 from kvferry.transfer.contract import Region
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvferry.engine.contract import History
-from kvferry.protocol.messages import RequestSpec, Sampling
+from kvferry.protocol.request import RequestSpec, Sampling
 
 
 def looks_back(sampling: Sampling) -> bool:

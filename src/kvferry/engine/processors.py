@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kvferry.engine.contract import History
 from kvferry.engine.history import looks_back
 from kvferry.engine.rules import end_ids
-from kvferry.protocol.messages import Sampling
+from kvferry.protocol.request import Sampling
 
 Floats = NDArray[np.float64]
 

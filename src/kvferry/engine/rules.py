@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from kvferry.engine.contract import EngineLimits, StepPlan
 from kvferry.engine.history import looks_back
-from kvferry.protocol.messages import Sampling
+from kvferry.protocol.request import Sampling
 
 
 def end_ids(sampling: Sampling, eos_token_ids: Collection[int]) -> frozenset[int]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kvferry.engine.contract import Drawn, Sequence
 from kvferry.engine.logprobs import logprobs_of
 from kvferry.engine.processors import processed
-from kvferry.protocol.messages import Sampling
+from kvferry.protocol.request import Sampling
 
 Floats = NDArray[np.float64]
 

@@ -18,8 +18,10 @@ from kvferry.engine.contract import Drawn, EngineLimits, History, Sequence, Step
 from kvferry.engine.history import looks_back
 from kvferry.engine.rules import check_plan
 from kvferry.engine.text import StoppingFactory
-from kvferry.protocol.messages import Layout, Logprobs, Sampling
+from kvferry.protocol.messages import Logprobs
 from kvferry.protocol.metadata import MAX_TOP_LOGPROBS, ROW_BYTES
+from kvferry.protocol.rank import Layout
+from kvferry.protocol.request import Sampling
 from kvferry.transfer.contract import Region, RegionKind
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

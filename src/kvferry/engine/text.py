@@ -14,7 +14,7 @@ from tokenizers.decoders import DecodeStream
 from kvferry.engine.contract import Emission
 from kvferry.engine.rules import end_ids
 from kvferry.protocol.errors import ConfigError, InvalidRequest
-from kvferry.protocol.messages import Sampling
+from kvferry.protocol.request import Sampling
 
 STOP, LENGTH = "stop", "length"
 

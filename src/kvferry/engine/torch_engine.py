@@ -15,7 +15,7 @@ from kvferry.engine.loader import Loaded
 from kvferry.engine.patches import apply_cpu_patches
 from kvferry.engine.rules import check_plan
 from kvferry.engine.sampler import sample
-from kvferry.protocol.messages import Layout
+from kvferry.protocol.rank import Layout
 from kvferry.transfer.contract import Region
 
 

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from kvferry.protocol.messages import MAX_MESSAGE_BYTES, Address, BadFrame
+from kvferry.protocol.address import Address
+from kvferry.protocol.messages import MAX_MESSAGE_BYTES, BadFrame
 
 #: A frame holds at least one message of the largest size; several only while they stay below BATCH_BYTES.
 MAX_FRAME_BYTES = MAX_MESSAGE_BYTES + 1024

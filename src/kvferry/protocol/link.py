@@ -20,10 +20,10 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from kvferry.protocol.address import Address
 from kvferry.protocol.frames import BATCH_BYTES, BATCH_MESSAGES, Ack, Bye, Data, Frame, Hello, NotMe, Welcome
 from kvferry.protocol.link_table import TABLE, Ending, LinkEvent, LinkState
 from kvferry.protocol.machine import Machine
-from kvferry.protocol.messages import Address
 
 S, E = LinkState, LinkEvent
 _TOLD_TO_THE_PEER = (Ending.CLOSED, Ending.OVERFLOW, Ending.SILENT)

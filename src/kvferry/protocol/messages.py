@@ -10,90 +10,16 @@ from typing import Any
 
 import msgspec
 
+from kvferry.protocol.address import Address
 from kvferry.protocol.errors import Cause
+from kvferry.protocol.rank import RankInfo
+from kvferry.protocol.request import RequestSpec
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 
 
-class Address(msgspec.Struct, frozen=True):
-    """A process's place on the network. Two addresses are the same process iff `incarnation` is equal.
-
-    `host` names the kernel and pid namespace (not the machine's name): equal hosts mean that a pidfd works.
-    """
-
-    name: str
-    endpoint: str
-    incarnation: int
-    host: str
-    pid: int
-
-
 class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Base of all messages; the class name is the tag."""
-
-
-# --- What a client asked for -------------------------------------------------------------------------------
-
-
-class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Sampling and stop rules. temperature 0 is greedy; top_k 0 and top_p 1 are off.
-
-    The draw for a token is a function of (seed, position) alone, so every attempt, and PD and unified alike,
-    give the same tokens. What changes the logits before the draw is applied in this order: `logit_bias` (token id,
-    added value), repetition, frequency and presence penalty, then `min_tokens` (end tokens can't be drawn before so
-    many). `ignore_eos`: the model's own end tokens end nothing; `stop_token_ids` still do. `logprobs` -1 is off, k asks
-    for the chosen token's log-probability and those of the k most likely, of the model's own distribution.
-    """
-
-    max_tokens: int
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    min_p: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    logprobs: int = -1
-
-
-class RequestSpec(msgspec.Struct, frozen=True):
-    """One attempt of a request as the front hands it to a router. `request` is the front's own id for it (63 random
-    bits). `frozen_ids` are the tokens that the client has from earlier attempts: they are fed after the prompt, and
-    count towards max_tokens and the stop rules as if this attempt had made them.
-
-    Requests with one `group` (0: none) are `samples` answers to one prompt: the router sends them to one prefill, which
-    computes the prompt once. `prefer` is the incarnation of the decode that the router should choose if it can (0:
-    any): the one that has retracted the request. `avoid` are the incarnations of the instances at which attempts have
-    failed since the client's last token: others are chosen while there are any.
-    """
-
-    request: int
-    prompt_ids: tuple[int, ...]
-    sampling: Sampling
-    front: Address
-    frozen_ids: tuple[int, ...] = ()
-    group: int = 0
-    samples: int = 1
-    prefer: int = 0
-    avoid: tuple[int, ...] = ()
-
-    @property
-    def was_admitted(self) -> bool:
-        """Decode has let the request in before, and retracted it. It waits for older ones however long they take: the
-        limit of waiting for admission is for those that could still be refused, and *no progress* runs all the same.
-        """
-        return self.prefer != 0
-
-    @property
-    def fed_ids(self) -> tuple[int, ...]:
-        """What prefill computes."""
-        return self.prompt_ids + self.frozen_ids
 
 
 # --- Room <-> legs -----------------------------------------------------------------------------------------
@@ -317,44 +243,6 @@ class Load(Message, frozen=True):
 # --- Registry ----------------------------------------------------------------------------------------------
 
 
-class Layout(msgspec.Struct, frozen=True):
-    """What two ranks must agree on before KV may pass between them."""
-
-    model: str
-    revision: str
-    dtype: str
-    page_size: int
-    layers: int
-    kv_heads: int
-    head_dim: int
-    policy: str = "early"
-
-
-class RankInfo(msgspec.Struct, frozen=True):
-    """One rank of one instance. `instance` is its name; coordinates count from 0.
-
-    `max_prompt_tokens` and `max_total_tokens` are the limits of this rank's pool and model. `draining`: it takes no new
-    rooms, finishes those it has, and leaves.
-    """
-
-    instance: str
-    role: str
-    address: Address
-    layout: Layout
-    dp_rank: int = 0
-    dp_size: int = 1
-    cp_rank: int = 0
-    cp_size: int = 1
-    tp_rank: int = 0
-    tp_size: int = 1
-    pp_rank: int = 0
-    pp_size: int = 1
-    pages: int = 0
-    max_prompt_tokens: int = 0
-    max_total_tokens: int = 0
-    draining: bool = False
-
-
 class Register(Message, frozen=True):
     info: RankInfo
 
@@ -384,12 +272,6 @@ class Roster(Message, frozen=True):
     ready: bool
     missing: tuple[str, ...] = ()
 
-
-_ALL: tuple[type[Message], ...] = (
-    OpenPrefill, OpenDecode, Opened, Admitted, Progress, PrefillDone, Received, Committed, Failed, Abort,
-    AbortAck, UnknownRoom, Destination, AbortTransfer, Drained, TokenBatch, Stop, Retracted, Load, Register, Registered,
-    RegistrationRefused, Watch, Roster,
-)  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(

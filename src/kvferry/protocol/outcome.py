@@ -2,8 +2,8 @@
 
 import msgspec
 
+from kvferry.protocol.address import Address
 from kvferry.protocol.errors import Cause
-from kvferry.protocol.messages import Address
 
 
 class Outcome(msgspec.Struct, frozen=True):

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from enum import auto
 from typing import Any, ClassVar
 
+from kvferry.protocol.address import Address
 from kvferry.protocol.clocks import Clocks, Limits, Wait
 from kvferry.protocol.errors import Cause
 from kvferry.protocol.kvpoll import KVPoll
 from kvferry.protocol.machine import IGNORED, REFUSED, Cell, Go, Machine, Symbol, Table
-from kvferry.protocol.messages import Abort, Address, Message, OpenDecode, OpenPrefill, RequestSpec
+from kvferry.protocol.messages import Abort, Message, OpenDecode, OpenPrefill
+from kvferry.protocol.request import RequestSpec
 
 PREFILL = "prefill"
 DECODE = "decode"

@@ -11,7 +11,8 @@ import asyncio
 from collections.abc import Sequence
 
 from kvferry.protocol.errors import KVFerryError
-from kvferry.protocol.messages import Sampling, Token
+from kvferry.protocol.messages import Token
+from kvferry.protocol.request import Sampling
 from kvferry.serve.front import Front
 from kvferry.serve.live import LiveRequest
 

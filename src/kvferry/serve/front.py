@@ -13,9 +13,11 @@ from collections.abc import Iterator
 
 from kvferry.actors.ports import Clock, LostReason, Network, Random
 from kvferry.obs.metrics import FrontMetrics
+from kvferry.protocol.address import Address
 from kvferry.protocol.errors import Cause, PeerError
-from kvferry.protocol.messages import Address, Message, RequestSpec, Retracted, Sampling, Stop, Token, TokenBatch
+from kvferry.protocol.messages import Message, Retracted, Stop, Token, TokenBatch
 from kvferry.protocol.outcome import Outcome
+from kvferry.protocol.request import RequestSpec, Sampling
 from kvferry.serve.gateway import Backend, FrontInfo, LimitsCache, PromptEncoder
 from kvferry.serve.live import LiveRequest
 from kvferry.serve.stream import Verdict

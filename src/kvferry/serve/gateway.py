@@ -11,8 +11,9 @@ import msgspec
 from kvferry.actors.ports import Clock
 from kvferry.engine.token_pieces import TokenPiece
 from kvferry.protocol.errors import Cause, Unavailable
-from kvferry.protocol.messages import RequestSpec, Roster
+from kvferry.protocol.messages import Roster
 from kvferry.protocol.outcome import Outcome
+from kvferry.protocol.request import RequestSpec
 from kvferry.serve.attempts import AttemptPolicy
 
 

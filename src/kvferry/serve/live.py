@@ -6,9 +6,11 @@ import asyncio
 
 import msgspec
 
+from kvferry.protocol.address import Address
 from kvferry.protocol.errors import Cause, KVFerryError, Overloaded, Unavailable, error_from
-from kvferry.protocol.messages import Address, RequestSpec, Token
+from kvferry.protocol.messages import Token
 from kvferry.protocol.outcome import Outcome
+from kvferry.protocol.request import RequestSpec
 from kvferry.serve.attempts import AttemptPolicy, Attempts
 from kvferry.serve.stream import RequestStream
 

@@ -9,7 +9,7 @@ from concurrent.futures import Executor
 
 from kvferry.actors.ports import Random
 from kvferry.protocol.errors import InvalidRequest, ModelNotFound
-from kvferry.protocol.messages import Sampling
+from kvferry.protocol.request import Sampling
 from kvferry.serve.errors import ContextTooLong
 from kvferry.serve.gateway import FrontInfo, Limits, PromptEncoder
 from kvferry.serve.schemas import ChatRequest, GenerationRequest

@@ -12,7 +12,7 @@ import asyncio
 import msgspec
 
 from kvferry.protocol.errors import Cause, DeadlineExceeded, KVFerryError, Overloaded, PeerError, Unavailable
-from kvferry.protocol.messages import Sampling
+from kvferry.protocol.request import Sampling
 from kvferry.serve.front import Front
 from kvferry.serve.gateway import ReadyPolicy, limits_of
 from kvferry.serve.live import LiveRequest

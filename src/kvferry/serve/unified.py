@@ -12,7 +12,8 @@ from kvferry.cluster.config import Config
 from kvferry.cluster.roles import load_engine
 from kvferry.engine.text import TokenizerTexts
 from kvferry.engine.tokenizer import ChatTokenizer
-from kvferry.protocol.messages import Address, RequestSpec
+from kvferry.protocol.address import Address
+from kvferry.protocol.request import RequestSpec
 from kvferry.serve.errors import UnsupportedParameter
 from kvferry.serve.gateway import Limits
 from kvferry.serve.prepare import check_token_ids, fit_tokens, sampling_of

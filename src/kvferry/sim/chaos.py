@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 from kvferry.actors.links import LinkLayer
-from kvferry.protocol.messages import Address
+from kvferry.protocol.address import Address
 from kvferry.sim.network import SimFaults
 from kvferry.sim.system import SimSystem
 from kvferry.transfer.contract import Descriptor, Peer, TransferError

@@ -15,7 +15,7 @@ from functools import partial
 from kvferry.actors.carrier import CarrierHandler, Path
 from kvferry.actors.links import LinkLayer
 from kvferry.actors.settings import LinkSettings
-from kvferry.protocol.messages import Address
+from kvferry.protocol.address import Address
 from kvferry.sim.loop import SeededRandom, VirtualClock
 
 

@@ -33,7 +33,8 @@ from kvferry.actors.unified.leader import UnifiedLeader
 from kvferry.engine.contract import EngineLimits, StepPlan
 from kvferry.engine.scripted import ScriptedEngine, ScriptedTexts
 from kvferry.memory.ledger import PageCounts
-from kvferry.protocol.messages import Address, Layout, RankInfo
+from kvferry.protocol.address import Address
+from kvferry.protocol.rank import Layout, RankInfo
 from kvferry.sim.hosting import SimHosting
 from kvferry.sim.loop import VirtualClock
 from kvferry.sim.network import SimClock, SimNetwork
