@@ -149,8 +149,9 @@ LEAVES = Cause("draining", "decode-1 is leaving", "decode")
         ([(BAD, 0, 0)], [None]),
         (
             [(LEAVES, 0, 0)] * 5 + [(LOST, 0, 1), (LOST, 0, 2), (LOST, 0, 3)],
-            [0.0] * 7 + [None],
-        ),  # leaving counts as none
+            [0.0, *[0.1] * 4, 0.0, 0.0, None],
+        ),  # leaving counts as none; and a front that knows nobody else yet does not ask without a pause
+        ([(LEAVES, 0, 0), (LEAVES, 0, 1), (LEAVES, 5, 2)], [0.0, 0.1, 0.0]),
         ([(LEAVES, 5, 0), (FULL, 5, 1), (LEAVES, 5, 2), (LEAVES, 5, 30)], [0.0, 0.5, 0.0, None]),
         ([(LOST, 5, 0), (BAD, 5, 1)], [0.0, None]),
     ],

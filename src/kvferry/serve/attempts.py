@@ -12,6 +12,8 @@ import msgspec
 from kvferry.protocol.errors import Cause, Draining, HandoffFailed, Overloaded, PeerLost, Unavailable
 
 RETRY_S = 0.5
+#: Between refusals by what is leaving, from the second in a row on: whoever is left may not be known here yet.
+MOVED_S = 0.1
 
 
 class AttemptPolicy(msgspec.Struct, frozen=True):
@@ -32,6 +34,7 @@ class Attempts:
         self._failed = 0
         self._tokens = 0
         self._retracted = False
+        self._moved_last = False
         self._since_s: float | None = None
         self._first: Cause | None = None
 
@@ -48,9 +51,11 @@ class Attempts:
         """
         if tokens > self._tokens:
             self._failed, self._tokens, self._since_s, self._first = 0, tokens, None, None
-        waiting = _nobody_to_serve(cause)
-        if cause.code == Draining.code:
-            return self._moved(cause, now_s)
+            self._moved_last = False
+        waiting, moved_again = _nobody_to_serve(cause), self._moved_last
+        self._moved_last = cause.code == Draining.code
+        if self._moved_last:
+            return self._moved(cause, moved_again, now_s)
         if self._policy.max_attempts == 1:
             return None
         if not waiting and cause.code not in (PeerLost.code, HandoffFailed.code):
@@ -64,11 +69,13 @@ class Attempts:
             return None
         return RETRY_S if waiting else 0.0
 
-    def _moved(self, cause: Cause, now_s: float) -> float | None:
+    def _moved(self, cause: Cause, again: bool, now_s: float) -> float | None:
         """What is leaving has refused or handed over: that is no failure, and counts as none."""
         if self._since_s is None:
             self._since_s, self._first = now_s, cause
-        return 0.0 if now_s - self._since_s < self._policy.recovery_s else None
+        if now_s - self._since_s >= self._policy.recovery_s:
+            return None
+        return MOVED_S if again else 0.0
 
     def final(self, cause: Cause) -> Cause:
         """What the client is told: what failed first, because of what failed last."""
