@@ -79,7 +79,7 @@ class Unified:
         """
         if self._failure is not None:
             raise self._failure
-        limit = min(self.ledger.total * self._page_size, self.engine.limits.context_tokens)
+        limit = self.engine.limits.tokens
         cause = refusal(len(spec.prompt_ids), spec.sampling.max_tokens, limit, limit)
         if cause is not None:
             raise error_from(cause)

@@ -40,6 +40,11 @@ async def test_layout_and_limits(small):
     small.metadata_row(2)[0] = 9
 
 
+def test_the_longest_sequence_is_bounded_by_the_pool_and_by_the_model():
+    assert EngineLimits(pages=10, page_size=16, context_tokens=1000, vocab_size=97).tokens == 160
+    assert EngineLimits(pages=10, page_size=16, context_tokens=100, vocab_size=97).tokens == 100
+
+
 async def test_a_result_answers_its_plan_in_order_and_times_by_the_given_clock(small):
     result = await small.step(
         plan(

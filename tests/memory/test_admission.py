@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.memory.admission import Capacity, pages_needed, refusal
+from kvferry.memory.admission import pages_needed, refusal
 
 
 @pytest.mark.parametrize(
@@ -13,11 +13,6 @@ from kvferry.memory.admission import Capacity, pages_needed, refusal
 )
 def test_pages_are_rounded_up(tokens: int, page_size: int, pages: int) -> None:
     assert pages_needed(tokens, page_size) == pages
-
-
-def test_capacity_is_the_smaller_of_pool_and_model() -> None:
-    assert Capacity(pages=10, page_size=16, context_tokens=1000).tokens == 160
-    assert Capacity(pages=10, page_size=16, context_tokens=100).tokens == 100
 
 
 @pytest.mark.parametrize(

@@ -121,14 +121,13 @@ async def _endpoint(config: Config, engine: Engine, network: Network, inbox: OnN
 
 
 def _rank_info(role: str, name: str, config: Config, address: Address, engine: Engine) -> RankInfo:
-    limits = engine.limits
-    tokens = min(limits.pages * limits.page_size, limits.context_tokens)
+    pages, tokens = engine.limits.pages, engine.limits.tokens
     return RankInfo(
         instance=name,
         role=role,
         address=address,
         layout=engine.layout,
-        pages=limits.pages,
+        pages=pages,
         max_prompt_tokens=tokens,
         max_total_tokens=tokens,
     )

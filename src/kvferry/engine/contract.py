@@ -75,6 +75,11 @@ class EngineLimits(msgspec.Struct, frozen=True):
     context_tokens: int
     vocab_size: int
 
+    @property
+    def tokens(self) -> int:
+        """The longest sequence that fits, by pool and by model."""
+        return min(self.pages * self.page_size, self.context_tokens)
+
 
 class Engine(Protocol):
     """One model with its pool. `step` runs off the loop; one step at a time.

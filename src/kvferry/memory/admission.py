@@ -20,24 +20,9 @@ from bisect import insort
 from dataclasses import dataclass
 from enum import Enum, auto
 
-import msgspec
-
 from kvferry.memory.ages import Ages
 from kvferry.memory.ledger import Holding, PageLedger
 from kvferry.protocol.errors import Cause, LedgerError
-
-
-class Capacity(msgspec.Struct, frozen=True):
-    """What one rank can hold: pages of `page_size` tokens, and the model's longest sequence."""
-
-    pages: int
-    page_size: int
-    context_tokens: int
-
-    @property
-    def tokens(self) -> int:
-        """The longest sequence that fits, by pool and by model."""
-        return min(self.pages * self.page_size, self.context_tokens)
 
 
 def pages_needed(tokens: int, page_size: int) -> int:

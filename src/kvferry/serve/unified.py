@@ -53,8 +53,7 @@ async def _answer(
     check_one_text(chat)
     check_token_ids(chat, unified.engine.limits.vocab_size)
     prompt = tokenizer.render([{"role": message.role, "content": message.text()} for message in chat.messages])
-    limits = unified.engine.limits
-    tokens = min(limits.pages * limits.page_size, limits.context_tokens)
+    tokens = unified.engine.limits.tokens
     max_tokens = fit_tokens(chat, chat.prompt_field, len(prompt), Limits(tokens, tokens), config.api.default_max_tokens)
     spec = RequestSpec(1, prompt, sampling_of(chat, max_tokens, SystemRandom()), NOBODY)
     parts, finish_reason, count = [], "", 0

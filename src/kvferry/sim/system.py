@@ -269,11 +269,10 @@ class SimSystem:
                 loop=asyncio.get_running_loop(),
                 cancel_ends=options.cancel_ends,
             )
-        tokens = min(settings.pool_pages * options.page_size, options.context_tokens)
+        pages, tokens = engine.limits.pages, engine.limits.tokens
         info = RankInfo(
-            name, role, links.address, engine.layout, pages=settings.pool_pages,
-            max_prompt_tokens=tokens, max_total_tokens=tokens,
-        )  # fmt: skip
+            name, role, links.address, engine.layout, pages=pages, max_prompt_tokens=tokens, max_total_tokens=tokens
+        )
         texts, mailbox, limits = ScriptedTexts(options.eos_token_ids), options.links.mailbox, options.clocks
         parts = Parts(links, clock, mailbox, self.resolve, engine, texts, endpoint, info, limits, settings.max_rooms)
         if role == "prefill":
