@@ -9,9 +9,9 @@ import msgspec
 
 from kvferry.actors.decode.arrival import metadata_of, problem_of
 from kvferry.actors.decode.batch import Batch
-from kvferry.actors.decode.meter import Meter
 from kvferry.actors.decode.room import DecodeRoom
 from kvferry.actors.leader import Leader, Parts
+from kvferry.actors.load import Recent
 from kvferry.actors.settings import DecodeSettings
 from kvferry.engine.contract import StepPlan, StepResult
 from kvferry.engine.history import Past
@@ -68,7 +68,7 @@ class Decode(Leader[DecodeRoom]):
         self.settings = settings
         self.batch = Batch(self.rooms, self.ledger, self.page_size, settings.max_running)
         self._agent = encode_descriptor(self.endpoint.descriptor())
-        self._meter = Meter()
+        self._places = Recent()  # requests that ran, and for how long each had its place
         self._on_message |= {
             OpenDecode: self._open, Abort: self._abort, Drained: self._drained, UnknownRoom: self._unknown,
             Progress: self._progress_of_prefill,
@@ -234,7 +234,6 @@ class Decode(Leader[DecodeRoom]):
         self.network.send(room.spec.front.incarnation, news)
 
     def step_finished(self, plan: StepPlan, result: StepResult) -> None:
-        self._meter.stepped(result.compute_s)
         for sequence, drawn in zip(plan.sequences, result.drawn, strict=True):
             room = self.rooms[sequence.key]  # a room outlives each forward that names it
             assert drawn is not None
@@ -302,7 +301,7 @@ class Decode(Leader[DecodeRoom]):
         holding = room.holding
         if holding is not None:
             if room.last_token >= 0:  # it ran
-                self._meter.left(self.clock.now_s() - room.admitted_s)
+                self._places.add(1, self.clock.now_s() - room.admitted_s)
             self.ledger.release(holding, Quiescent(holding.id, Stepped(self.forward.done), self._proof(room)))
             room.holding = None
         self._expect(room, False)
@@ -335,7 +334,11 @@ class Decode(Leader[DecodeRoom]):
             self.network.send(room.peer.incarnation, news)
 
     def load(self) -> Load:
-        return self._meter.load(len(self.waiting), self.batch.places, self.settings.max_running, self.ledger)
+        places = self.batch.places
+        return Load(
+            self.role, waiting=len(self.waiting), running=places, free_pages=self.ledger.free,
+            total_pages=self.ledger.total, free_places=self.settings.max_running - places, place_s=self._places.mean_s,
+        )  # fmt: skip
 
     def seek_proof(self, room: DecodeRoom) -> None:
         self.network.dial(room.peer)

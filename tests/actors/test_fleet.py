@@ -195,10 +195,10 @@ def test_a_load_is_told_at_once_then_every_second_and_soon_after_a_change() -> N
 
 
 def test_recent_rates() -> None:
-    """512 tokens in 1 s and 64 in 0.2 s: 576 / 1.2 a second; steps of 1 s and 0.2 s: 0.6 s each."""
-    tokens, steps = Recent(2), Recent(2)
-    assert (tokens.per_s, steps.mean_s) == (0.0, 0.0)
+    """512 tokens in 1 s and 64 in 0.2 s: 576 / 1.2 a second; things that took 1 s and 0.2 s: 0.6 s each."""
+    tokens, things = Recent(2), Recent(2)
+    assert (tokens.per_s, things.mean_s) == (0.0, 0.0)
     for amount, duration_s in ((9, 9.0), (512, 1.0), (64, 0.2)):
         tokens.add(amount, duration_s)
-        steps.add(1, duration_s)
-    assert (tokens.per_s, steps.mean_s) == (pytest.approx(480), pytest.approx(0.6))
+        things.add(1, duration_s)
+    assert (tokens.per_s, things.mean_s) == (pytest.approx(480), pytest.approx(0.6))

@@ -55,7 +55,7 @@ EXAMPLES: list[m.Message] = [
     m.TokenBatch("decode", (m.Token(1, 0, 5, 0, 42, "", "", m.Logprobs(-0.25, ((42, -0.25), (7, -1.5)))),)),
     m.Retracted(1, 0, 5, 17),
     m.Load("prefill", queued_tokens=900, tokens_per_s=321.5),
-    m.Load("decode", waiting=1, running=2, free_pages=3, total_pages=64, step_s=0.02),
+    m.Load("decode", waiting=1, running=2, free_pages=3, total_pages=64, free_places=4, place_s=1.5),
     m.Register(INFO),
     m.Registered(3),
     m.RegistrationRefused("held", True),
@@ -84,8 +84,7 @@ WIRE = {
     "TokenBatch": "leg tokens",
     "Stop": "request attempt room",
     "Retracted": "request attempt room next_index",
-    "Load": "role queued_tokens= tokens_per_s= waiting= running= free_pages= total_pages= step_s= free_places= "
-    "place_s=",
+    "Load": "role queued_tokens= tokens_per_s= waiting= running= free_pages= total_pages= free_places= place_s=",
     "Register": "info",
     "Registered": "version",
     "RegistrationRefused": "reason retry",

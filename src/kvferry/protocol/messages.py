@@ -224,8 +224,7 @@ class Load(Message, frozen=True):
 
     Prefill: `queued_tokens` of prompts not yet computed, `tokens_per_s` measured over recent forwards (0: unknown).
     Decode: `waiting` rooms not admitted, `running` ones (those that receive included), `free_pages` of `total_pages`,
-    `free_places` in the batch, `step_s` a recent step's time, `place_s` for how long recent requests held a place (0:
-    unknown).
+    `free_places` in the batch, `place_s` for how long recent requests held a place (0: unknown).
     """
 
     role: str
@@ -235,7 +234,6 @@ class Load(Message, frozen=True):
     running: int = 0
     free_pages: int = 0
     total_pages: int = 0
-    step_s: float = 0.0
     free_places: int = 0
     place_s: float = 0.0
 
