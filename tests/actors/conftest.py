@@ -8,66 +8,17 @@ from typing import Any
 
 import pytest
 
-from kvferry.actors.leader import Leader
-from kvferry.actors.router.router import Router
 from kvferry.actors.settings import LinkSettings
 from kvferry.obs.metrics import FrontMetrics
-from kvferry.protocol.errors import Cause, PeerLost
-from kvferry.protocol.messages import Roster, Token
-from kvferry.protocol.outcome import Outcome
-from kvferry.protocol.request import RequestSpec, Sampling
+from kvferry.protocol.messages import Token
+from kvferry.protocol.request import Sampling
 from kvferry.serve.attempts import AttemptPolicy
 from kvferry.serve.front import Front
 from kvferry.serve.gateway import FrontInfo
 from kvferry.serve.live import LiveRequest
+from kvferry.sim.backend import SimBackend
 from kvferry.sim.loop import VirtualClock
 from kvferry.sim.system import SimSystem
-
-
-class DirectBackend:
-    """`Backend` by calling the simulated router and registry directly."""
-
-    def __init__(self, system: SimSystem) -> None:
-        self._system = system
-        self._turns = 0
-
-    async def submit(self, spec: RequestSpec, attempt: int) -> Outcome:
-        """In turn, siblings to one; a router that is killed meanwhile ends the call as Ray does."""
-        names = self._system.router_names()
-        self._turns += 1
-        name = names[(spec.group + attempt if spec.group else self._turns - 1) % len(names)]
-        process = self._system.processes.get(name)
-        lost = PeerLost(Cause("peer_lost", "the router is gone", "router", peer=name))
-        if process is None or not isinstance(process.actor, Router):
-            raise lost
-        call = asyncio.ensure_future(process.actor.submit(spec, attempt))
-        try:
-            await asyncio.wait({call, process.task}, return_when=asyncio.FIRST_COMPLETED)
-            if not call.done():
-                raise lost
-            return call.result()
-        finally:
-            call.cancel()
-
-    async def roster(self) -> Roster:
-        return self._system.router.roster
-
-    async def status(self) -> dict[str, Any]:
-        """As the Ray backend puts it together."""
-        routers = self._system.routers()
-        leaders = [p.actor for p in self._system.processes.values() if isinstance(p.actor, Leader)]
-        return {
-            "instances": [await leader.status() for leader in leaders],
-            "routers": [await router.status() for router in routers],
-            "rooms_live": sum(len(router.guests) for router in routers),
-            "requests_live": 0,
-        }
-
-    async def room(self, room: int) -> dict[str, Any] | None:
-        for router in self._system.routers():
-            if (journal := await router.journal(room)) is not None:
-                return journal
-        return None
 
 
 class Client:
@@ -77,7 +28,7 @@ class Client:
         self.system = system
         network = system.network.open(name, LinkSettings())
         self.network = network
-        self.backend = DirectBackend(system)
+        self.backend = SimBackend(system)
         self.front = Front(
             network, self.backend, lambda _: (), VirtualClock(), system.network.random,
             FrontInfo("scripted", vocab_size=50_000, attempts=AttemptPolicy(attempts, recovery_s)),

@@ -21,7 +21,6 @@ import pytest
 
 from kvferry.actors.links import LinkLayer
 from kvferry.actors.prefill.siblings import GRACE_S
-from kvferry.actors.router.router import Router
 from kvferry.actors.settings import (
     ClockSettings,
     DecodeSettings,
@@ -32,15 +31,15 @@ from kvferry.actors.settings import (
     UnifiedSettings,
 )
 from kvferry.obs.metrics import FrontMetrics
-from kvferry.protocol.errors import Cause, KVFerryError, PeerLost
+from kvferry.protocol.errors import Cause, KVFerryError
 from kvferry.protocol.messages import Token
-from kvferry.protocol.outcome import Outcome
-from kvferry.protocol.request import RequestSpec, Sampling
+from kvferry.protocol.request import Sampling
 from kvferry.serve.attempts import AttemptPolicy
 from kvferry.serve.choices import Choices
 from kvferry.serve.front import Front
 from kvferry.serve.gateway import FrontInfo
 from kvferry.serve.prepare import sample_seed
+from kvferry.sim.backend import SimBackend
 from kvferry.sim.chaos import Chaos, Weights
 from kvferry.sim.checkers import Broken, Watcher, check_idle
 from kvferry.sim.loop import VirtualClock, run
@@ -55,31 +54,6 @@ ARRIVALS_S = 6.0
 PATIENCE_S = 400.0
 
 
-class Routers:
-    """The front's backend: routers in turn, siblings to one; one that is killed ends its calls, as Ray does."""
-
-    def __init__(self, system: SimSystem) -> None:
-        self._system = system
-        self._turn = 0
-
-    async def submit(self, spec: RequestSpec, attempt: int) -> Outcome:
-        self._turn += 1
-        names = self._system.router_names()
-        name = names[(spec.group + attempt if spec.group else self._turn) % len(names)]
-        process = self._system.processes.get(name)
-        lost = PeerLost(Cause("peer_lost", "the router is gone", "router", peer=name))
-        if process is None or not isinstance(process.actor, Router):
-            raise lost
-        call = asyncio.ensure_future(process.actor.submit(spec, attempt))
-        try:
-            await asyncio.wait({call, process.task}, return_when=asyncio.FIRST_COMPLETED)
-            if not call.done():
-                raise lost
-            return call.result()
-        finally:
-            call.cancel()
-
-
 class FrontProcess:
     """One front, its links, and its end."""
 
@@ -88,7 +62,7 @@ class FrontProcess:
         self.links: LinkLayer = system.network.open(name, LINKS)
         info = FrontInfo("scripted", vocab_size=50_000, attempts=AttemptPolicy(3, 30.0))
         self.front = Front(
-            self.links, Routers(system), lambda _: (), VirtualClock(), system.network.random, info,  # type: ignore[arg-type]
+            self.links, SimBackend(system), lambda _: (), VirtualClock(), system.network.random, info,
             FrontMetrics(),
         )  # fmt: skip
         self.dead = False
