@@ -7,14 +7,14 @@ from typing import Any
 
 import msgspec
 
+from kvferry.actors.chunks import chunk_of, next_chunk
 from kvferry.actors.leader import Leader, Parts, drop
 from kvferry.actors.load import Recent
 from kvferry.actors.prefill.room import PrefillRoom
 from kvferry.actors.prefill.sending import ChunkWriter
 from kvferry.actors.prefill.siblings import Siblings
 from kvferry.actors.settings import PrefillSettings
-from kvferry.engine.contract import Sequence, StepPlan, StepResult
-from kvferry.engine.history import Past
+from kvferry.engine.contract import StepPlan, StepResult
 from kvferry.memory.admission import pages_needed
 from kvferry.memory.proof import Drained as DrainedProof
 from kvferry.memory.proof import NeverGiven, Quiescent, Stepped
@@ -191,32 +191,23 @@ class Prefill(Leader[PrefillRoom]):
         return True
 
     def plan_step(self, step: int) -> StepPlan | None:
-        """Chunks of the rooms in order of arrival, within the token budget; only a prompt's end leaves a page open."""
+        """Chunks of the rooms in order of arrival, within the token budget."""
         budget = self.settings.batch_tokens
         sequences = []
         for room_id in self.active:
             room = self.rooms[room_id]
-            size = min(self.settings.chunk_tokens, room.remaining, budget)
+            most = min(self.settings.chunk_tokens, budget)
             if room.computed < (full := self._siblings.full_pages(room) * self.page_size):
-                size = min(size, full - room.computed)  # the rest is a chunk of its own, as in every sibling
-            if size < room.remaining:
-                size -= size % self.page_size
-            if size <= 0:
+                most = min(most, full - room.computed)  # the rest is a chunk of its own, as in every sibling
+            size = next_chunk(room.remaining, most, self.page_size)
+            if size == 0:
                 break
             budget -= size
-            sequences.append(self._sequence(room, size))
+            sequences.append(chunk_of(room, size))
             assert room.holding is not None
             self.ledger.name_in_step(room.holding, step)
             room.machine.step_started()
         return StepPlan(step, tuple(sequences)) if sequences else None
-
-    def _sequence(self, room: PrefillRoom, size: int) -> Sequence:
-        assert room.holding is not None
-        start, end = room.computed, room.computed + size
-        fed, pages = room.spec.fed_ids[start:end], room.holding.pages
-        if end < room.prompt_tokens:
-            return Sequence(room.room, fed, start, pages)
-        return Sequence(room.room, fed, start, pages, room.spec.sampling, Past(room.spec).history())
 
     def step_finished(self, plan: StepPlan, result: StepResult) -> None:
         self._speed.add(sum(len(sequence.token_ids) for sequence in plan.sequences), result.compute_s)

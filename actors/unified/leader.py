@@ -13,13 +13,14 @@ from typing import Any
 
 import msgspec
 
+from kvferry.actors.chunks import chunk_of, next_chunk
 from kvferry.actors.decode.decode import RANK, Decode
 from kvferry.actors.decode.room import DecodeRoom
 from kvferry.actors.leader import Parts, drop
 from kvferry.actors.load import Recent
 from kvferry.actors.settings import DecodeSettings, UnifiedSettings
 from kvferry.actors.unified.room import UnifiedRoom
-from kvferry.engine.contract import Drawn, Sequence, StepPlan, StepResult
+from kvferry.engine.contract import Drawn, StepPlan, StepResult
 from kvferry.protocol.address import Address
 from kvferry.protocol.clocks import Wait
 from kvferry.protocol.messages import (
@@ -119,28 +120,20 @@ class UnifiedLeader(Decode):
         budget = self.chunks.batch_tokens - len(sequences)
         for room_id in self.prefilling:
             room = self._prefilling(room_id)
-            size = min(self.chunks.chunk_tokens, room.remaining, max(budget, 0))
-            if size < room.remaining:
-                size -= size % self.page_size
-            if size <= 0:
+            size = next_chunk(room.remaining, min(self.chunks.chunk_tokens, budget), self.page_size)
+            if size == 0:
                 break
             budget -= size
-            sequences.append(self._chunk(room, size, step))
+            sequences.append(chunk_of(room, size))
+            assert room.holding is not None
+            self.ledger.name_in_step(room.holding, step)
+            room.machine.step_started()
         return StepPlan(step, tuple(sequences)) if sequences else None
 
     def _prefilling(self, room_id: int) -> UnifiedRoom:
         room = self.rooms[room_id]
         assert isinstance(room, UnifiedRoom)
         return room
-
-    def _chunk(self, room: UnifiedRoom, size: int, step: int) -> Sequence:
-        assert room.holding is not None
-        self.ledger.name_in_step(room.holding, step)
-        room.machine.step_started()
-        start, end = room.computed, room.computed + size
-        sampling = room.spec.sampling if end == room.prompt_tokens else None
-        history = room.past.history() if sampling is not None else None
-        return Sequence(room.room, room.spec.fed_ids[start:end], start, room.holding.pages, sampling, history)
 
     def step_finished(self, plan: StepPlan, result: StepResult) -> None:
         chunks = [

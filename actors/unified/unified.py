@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from kvferry.actors.chunks import next_chunk
 from kvferry.actors.mailbox import Mailbox
 from kvferry.engine.contract import Engine, Sequence, StepPlan, StepResult, TextFactory, TextStream
 from kvferry.engine.history import Past
@@ -168,10 +169,8 @@ class Unified:
                 sequences.append(self._sequence(member, (member.generated[-1],), member.total_ids - 1, step, True))
                 continue
             remaining = len(member.fed_ids) - member.computed
-            size = min(self.chunk_tokens, remaining, max(budget, 0))
-            if size < remaining:
-                size -= size % self._page_size
-            if size <= 0:
+            size = next_chunk(remaining, min(self.chunk_tokens, budget), self._page_size)
+            if size == 0:
                 continue
             budget -= size
             fed = member.fed_ids[member.computed : member.computed + size]
