@@ -10,6 +10,9 @@ from kvferry.protocol.address import Address
 from kvferry.protocol.clocks import Clocks
 from kvferry.protocol.request import RequestSpec
 
+#: TP 1: a leader is its instance's only rank.
+RANK = 0
+
 
 @dataclass(kw_only=True)
 class LegRoom:

@@ -11,6 +11,7 @@ from kvferry.actors.decode.arrival import metadata_of, problem_of
 from kvferry.actors.decode.batch import Batch
 from kvferry.actors.decode.room import DecodeRoom
 from kvferry.actors.leader import Leader, Parts
+from kvferry.actors.leg_room import RANK
 from kvferry.actors.load import Recent
 from kvferry.actors.settings import DecodeSettings
 from kvferry.engine.contract import StepPlan, StepResult
@@ -42,7 +43,6 @@ from kvferry.protocol.metadata import decode_notification
 from kvferry.protocol.receiver import ReceiverEvent, ReceiverMachine, ReceiverState
 from kvferry.transfer.contract import encode_descriptor
 
-RANK = 0
 REQUIRED_ACKS = frozenset({RANK})
 
 logger = logging.getLogger("kvferry.decode")

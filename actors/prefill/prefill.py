@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-import msgspec
-
 from kvferry.actors.chunks import chunk_of, next_chunk
 from kvferry.actors.leader import Leader, Parts, drop
+from kvferry.actors.leg_room import RANK
 from kvferry.actors.load import Recent
+from kvferry.actors.prefill.data_plane import Connected, DataPlane, WriteEnded
 from kvferry.actors.prefill.room import PrefillRoom
-from kvferry.actors.prefill.sending import ChunkWriter
 from kvferry.actors.prefill.siblings import Siblings
 from kvferry.actors.settings import PrefillSettings
 from kvferry.engine.contract import StepPlan, StepResult
@@ -35,39 +34,12 @@ from kvferry.protocol.messages import (
     Progress,
     UnknownRoom,
 )
-from kvferry.protocol.metadata import Notification, encode_notification
 from kvferry.protocol.sender import SenderEvent, SenderState
-from kvferry.transfer.contract import (
-    Descriptor,
-    Peer,
-    TransferError,
-    WriteHandle,
-    WriteOutcome,
-    WriteResult,
-    decode_descriptor,
-)
+from kvferry.transfer.contract import TransferError, WriteOutcome
 
-RANK = 0
 _BEFORE_PAGES = (SenderState.AWAITING_DESTINATION, SenderState.QUEUED)
 #: States of a room whose prompt is still to be computed.
 NOT_COMPUTED = (SenderState.AWAITING_DESTINATION, SenderState.QUEUED, SenderState.COMPUTING)
-
-
-class Connected(msgspec.Struct, frozen=True):
-    """Item: the data plane has (or has not) connected to a room's target."""
-
-    room: int
-    peer: Peer | None
-    error: str = ""
-
-
-class WriteEnded(msgspec.Struct, frozen=True):
-    """Item: one of a room's writes has ended."""
-
-    room: int
-    chunk: int
-    kv_bytes: int
-    result: WriteResult
 
 
 class Prefill(Leader[PrefillRoom]):
@@ -82,8 +54,9 @@ class Prefill(Leader[PrefillRoom]):
         self.settings = settings
         self.waiting: deque[int] = deque()
         self.active: deque[int] = deque()
-        self._writer = ChunkWriter(self.engine, self.network.address.incarnation)
-        self._targets: dict[int, Peer] = {}  # by decode's incarnation
+        self._data_plane = DataPlane(
+            self.engine, self.endpoint, self.network.address.incarnation, self.spawn, self._mailbox.put
+        )
         self._siblings = Siblings(self.ledger, self.page_size)
         self._speed = Recent()  # tokens and seconds of recent forwards
         self._on_message |= {
@@ -153,10 +126,7 @@ class Prefill(Leader[PrefillRoom]):
         for room in self.leg_rooms():
             if room.peer.incarnation == peer.incarnation:
                 self.fail(room, SenderEvent.DECODE_EXITED, f"process {peer.pid} of {peer.name} has ended", peer.name)
-        self._writer.forget(peer.incarnation)
-        target = self._targets.pop(peer.incarnation, None)
-        if target is not None:
-            self.spawn(self.endpoint.disconnect(target))
+        self._data_plane.forget(peer.incarnation)
 
     # --- reserve, compute ---
 
@@ -238,26 +208,10 @@ class Prefill(Leader[PrefillRoom]):
     # --- the data plane ---
 
     def _connect(self, room: PrefillRoom) -> None:
-        assert room.destination is not None
         try:
-            descriptor = decode_descriptor(room.destination.agent)
-            problem = self._writer.check(room, descriptor.regions)
-            if descriptor.incarnation != room.peer.incarnation:
-                problem = f"the destination's agent is of process {descriptor.incarnation:016x}, not decode's"
-            if set(room.destination.required_acks) != {RANK}:
-                problem = f"required_acks is {room.destination.required_acks}; the ranks that write are ({RANK},)"
+            self._data_plane.connect(room)
         except TransferError as error:
-            problem = str(error)
-        if problem is not None:
-            return self.fail(room, SenderEvent.FAIL, problem, room.peer.name, "handoff_failed")
-        self.spawn(self._connect_to(room.room, descriptor))
-        return None
-
-    async def _connect_to(self, room: int, descriptor: Descriptor) -> None:
-        try:
-            self._mailbox.put(Connected(room, await self.endpoint.connect(descriptor)))
-        except TransferError as error:
-            self._mailbox.put(Connected(room, None, str(error)))
+            self.fail(room, SenderEvent.FAIL, str(error), room.peer.name, "handoff_failed")
 
     def _connected(self, item: Connected) -> None:
         room = self.rooms.get(item.room)
@@ -266,32 +220,23 @@ class Prefill(Leader[PrefillRoom]):
         if item.peer is None:
             self.fail(room, SenderEvent.FAIL, item.error, room.peer.name, "handoff_failed")
             return
-        room.target = item.peer
-        self._targets[room.peer.incarnation] = item.peer
+        self._data_plane.connected(room, item.peer)
         self.waiting.append(room.room)
         self.tell_both(room, self.progress(room, "queued", position=len(self.waiting)))
 
     def _write(self, room: PrefillRoom, last: bool) -> None:
-        assert room.target is not None and room.holding is not None
-        spans, kv_bytes, metadata_bytes = self._writer.plan(room, last)
+        assert room.holding is not None
+        write = self._data_plane.plan(room, last)
         if last:
             room.machine.last_posted()
-        if len(spans) == 0:
+        if len(write.spans) == 0:
             return
         if room.holding.lease is None:
             self.ledger.lease(room.holding, (RANK,), writer=0)
-        room.kv_bytes += kv_bytes
-        room.metadata_bytes += metadata_bytes
-        chunk, room_id, mailbox = room.chunk - 1, room.room, self._mailbox
-
-        def ended(result: WriteResult) -> None:
-            mailbox.put(WriteEnded(room_id, chunk, kv_bytes, result))
-
         room.machine.write_posted()
         if last:
             room.clocks.wait(Wait.TRANSFER, self.clock.now_s())
-        handle: WriteHandle = self.endpoint.write(room.target, spans, ended)
-        room.handles.append(handle)
+        self._data_plane.write(room, write)
 
     def _write_ended(self, item: WriteEnded) -> None:
         room = self.rooms[item.room]  # a room outlives each of its writes
@@ -317,8 +262,7 @@ class Prefill(Leader[PrefillRoom]):
                 case sender.Cancel():
                     drop(self.active, room.room)
                     self._siblings.ended(room)
-                    for handle in room.handles:
-                        self.endpoint.cancel(handle)
+                    self._data_plane.cancel(room)
                 case sender.Report(cause):
                     self.tell_room(room, Failed(room.room, self.role, cause))
                 case sender.Deliver():
@@ -332,9 +276,7 @@ class Prefill(Leader[PrefillRoom]):
                     self._free_pages(room)
 
     def _deliver(self, room: PrefillRoom) -> None:
-        assert room.target is not None
-        notification = Notification(room.room, RANK, self.network.address.incarnation)
-        self.endpoint.notify(room.target, encode_notification(notification))
+        self._data_plane.notify(room)
         self.tell_both(room, Drained(room.room, RANK, True, room.kv_bytes, room.metadata_bytes))
         self._release(room)
 

@@ -14,9 +14,10 @@ from typing import Any
 import msgspec
 
 from kvferry.actors.chunks import chunk_of, next_chunk
-from kvferry.actors.decode.decode import RANK, Decode
+from kvferry.actors.decode.decode import Decode
 from kvferry.actors.decode.room import DecodeRoom
 from kvferry.actors.leader import Parts, drop
+from kvferry.actors.leg_room import RANK
 from kvferry.actors.load import Recent
 from kvferry.actors.settings import DecodeSettings, UnifiedSettings
 from kvferry.actors.unified.room import UnifiedRoom
