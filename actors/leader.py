@@ -7,7 +7,6 @@ commit has been linked to that decode, and hears of its end.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -19,9 +18,9 @@ from kvferry.actors.leg_room import LegRoom
 from kvferry.actors.load import LoadReports
 from kvferry.actors.membership import Membership, RegistryFound
 from kvferry.actors.outbox import TokenOutbox
-from kvferry.actors.ports import Clock, LostReason, Network, Resolve
-from kvferry.actors.settings import ClockSettings
-from kvferry.engine.contract import Engine, StepPlan, StepResult, TextFactory
+from kvferry.actors.parts import Parts
+from kvferry.actors.ports import LostReason
+from kvferry.engine.contract import StepPlan, StepResult
 from kvferry.memory.ledger import PageLedger
 from kvferry.protocol.address import Address
 from kvferry.protocol.clocks import Clocks, Wait
@@ -42,8 +41,6 @@ from kvferry.protocol.messages import (
     UnknownRoom,
     Watch,
 )
-from kvferry.protocol.rank import RankInfo
-from kvferry.transfer.contract import Endpoint
 
 PROGRESS_EVERY_S = 1.0
 
@@ -55,22 +52,6 @@ class StepDone(msgspec.Struct, frozen=True):
 
     plan: StepPlan
     result: StepResult
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What a leader is made of. `mailbox` is its limit in messages; `max_rooms` in rooms of any phase."""
-
-    network: Network
-    clock: Clock
-    mailbox: int
-    resolve: Resolve
-    engine: Engine
-    texts: TextFactory
-    endpoint: Endpoint
-    info: RankInfo
-    limits: ClockSettings
-    max_rooms: int
 
 
 class Leader(Actor, Generic[R]):

@@ -10,8 +10,8 @@ from kvferry.actors.actor import Actor
 from kvferry.actors.bootstrap.registry import Registry
 from kvferry.actors.decode.decode import Decode
 from kvferry.actors.inbox import Inbox
-from kvferry.actors.leader import Parts
 from kvferry.actors.links import LinkLayer
+from kvferry.actors.parts import Parts
 from kvferry.actors.ports import Network, Resolve
 from kvferry.actors.prefill.prefill import Prefill
 from kvferry.actors.router.router import Router

@@ -10,15 +10,16 @@ import msgspec
 from kvferry.actors.decode.arrival import metadata_of, problem_of
 from kvferry.actors.decode.batch import Batch
 from kvferry.actors.decode.room import DecodeRoom
-from kvferry.actors.leader import Leader, Parts
+from kvferry.actors.leader import Leader
 from kvferry.actors.leg_room import RANK
 from kvferry.actors.load import Recent
+from kvferry.actors.parts import Parts
 from kvferry.actors.settings import DecodeSettings
 from kvferry.engine.contract import StepPlan, StepResult
 from kvferry.engine.history import Past
 from kvferry.memory.admission import pages_needed, refusal
 from kvferry.memory.proof import Drained as DrainedProof
-from kvferry.memory.proof import Exited, NeverGiven, Quiescent, Stepped
+from kvferry.memory.proof import Quiescent, Stepped
 from kvferry.protocol import receiver
 from kvferry.protocol.address import Address
 from kvferry.protocol.clocks import Wait
@@ -302,17 +303,11 @@ class Decode(Leader[DecodeRoom]):
         if holding is not None:
             if room.last_token >= 0:  # it ran
                 self._places.add(1, self.clock.now_s() - room.admitted_s)
-            self.ledger.release(holding, Quiescent(holding.id, Stepped(self.forward.done), self._proof(room)))
+            self.ledger.release(holding, Quiescent(holding.id, Stepped(self.forward.done), room.peer_proof))
             room.holding = None
         self._expect(room, False)
         self.batch.leave(room)
         del self.rooms[room.room]
-
-    def _proof(self, room: DecodeRoom) -> NeverGiven | DrainedProof | Exited:
-        assert room.holding is not None
-        if room.machine.drained:
-            return DrainedProof(frozenset(room.machine.acks))
-        return Exited(room.peer.incarnation) if room.machine.exited else NeverGiven()
 
     def _expect(self, room: DecodeRoom, expecting: bool) -> None:
         if expecting != room.expecting:

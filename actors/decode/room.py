@@ -8,6 +8,7 @@ from kvferry.actors.leg_room import LegRoom
 from kvferry.engine.contract import TextStream
 from kvferry.engine.history import Past
 from kvferry.memory.admission import Claim
+from kvferry.memory.proof import Drained, Exited, NeverGiven
 from kvferry.protocol.receiver import ReceiverMachine
 
 
@@ -31,3 +32,10 @@ class DecodeRoom(LegRoom):
     def total_tokens(self) -> int:
         """What the request can come to."""
         return len(self.spec.prompt_ids) + self.spec.sampling.max_tokens
+
+    @property
+    def peer_proof(self) -> NeverGiven | Drained | Exited:
+        """Why prefill no longer writes to the pages, as the machine knows it; the ledger checks it."""
+        if self.machine.drained:
+            return Drained(frozenset(self.machine.acks))
+        return Exited(self.peer.incarnation) if self.machine.exited else NeverGiven()

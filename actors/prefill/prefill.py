@@ -6,9 +6,10 @@ from collections import deque
 from typing import Any
 
 from kvferry.actors.chunks import chunk_of, next_chunk
-from kvferry.actors.leader import Leader, Parts, drop
+from kvferry.actors.leader import Leader, drop
 from kvferry.actors.leg_room import RANK
 from kvferry.actors.load import Recent
+from kvferry.actors.parts import Parts
 from kvferry.actors.prefill.data_plane import Connected, DataPlane, WriteEnded
 from kvferry.actors.prefill.room import PrefillRoom
 from kvferry.actors.prefill.siblings import Siblings

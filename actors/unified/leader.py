@@ -16,9 +16,10 @@ import msgspec
 from kvferry.actors.chunks import chunk_of, next_chunk
 from kvferry.actors.decode.decode import Decode
 from kvferry.actors.decode.room import DecodeRoom
-from kvferry.actors.leader import Parts, drop
+from kvferry.actors.leader import drop
 from kvferry.actors.leg_room import RANK
 from kvferry.actors.load import Recent
+from kvferry.actors.parts import Parts
 from kvferry.actors.settings import DecodeSettings, UnifiedSettings
 from kvferry.actors.unified.room import UnifiedRoom
 from kvferry.engine.contract import Drawn, StepPlan, StepResult

@@ -1,0 +1,27 @@
+"""What a leader is made of: all that its host puts together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvferry.actors.ports import Clock, Network, Resolve
+from kvferry.actors.settings import ClockSettings
+from kvferry.engine.contract import Engine, TextFactory
+from kvferry.protocol.rank import RankInfo
+from kvferry.transfer.contract import Endpoint
+
+
+@dataclass(frozen=True)
+class Parts:
+    """`mailbox` is its limit in messages; `max_rooms` in rooms of any phase."""
+
+    network: Network
+    clock: Clock
+    mailbox: int
+    resolve: Resolve
+    engine: Engine
+    texts: TextFactory
+    endpoint: Endpoint
+    info: RankInfo
+    limits: ClockSettings
+    max_rooms: int
