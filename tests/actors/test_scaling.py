@@ -10,7 +10,6 @@ import pytest
 
 from kvferry.actors.bootstrap.registry import Registry
 from kvferry.actors.leader import Leader
-from kvferry.actors.pools import LIMITS
 from kvferry.actors.settings import (
     DecodeSettings,
     FaultSettings,
@@ -26,6 +25,7 @@ from kvferry.sim.system import SimOptions, SimSystem
 
 PROMPT = tuple(range(700, 760))
 OPTIONS = SimOptions(decode=DecodeSettings(pool_pages=256), faults=FaultSettings(delay_ms=5), keep=True, drain_s=10.0)
+TWO = replace(OPTIONS, decode=DecodeSettings(instances=2))
 THREE = replace(OPTIONS, decode=DecodeSettings(pool_pages=256, instances=3))
 
 
@@ -56,6 +56,27 @@ def left(progress: dict[str, Any]) -> list[str]:
 
 def by_phase(progress: dict[str, Any], role: str) -> dict[str, int]:
     return {name: number for name, number in progress["roles"][role].items() if number}
+
+
+async def drained_to_one(system: SimSystem, wait_until: Any) -> str:
+    """Want one of two decodes; the name of the one that is draining now."""
+    system.pools.scale({"decode": 1})
+    await wait_until(lambda: system.pools.progress()["roles"]["decode"]["draining"] == 1)
+    (victim,) = [member.name for member in system.pools.members.values() if member.going]
+    return victim
+
+
+async def one_of_two_leaves(options: SimOptions, client_of: Any, role: str, at_s: float, pages: int, name: str) -> None:
+    """Eight streams, and `at_s` later one instance of `role` less: no token is missing, and no page left behind."""
+    async with SimSystem(options) as system:
+        client = await client_of(system, attempts=1)
+        streams = Streams(system, client, 8, 120, name)
+        await asyncio.sleep(at_s)
+        progress = await system.scaled(90, **{role: 1})
+        (row,) = progress["left"]
+        assert progress["done"] and baseline(row, pages), row
+        await streams.all_are_right()
+        assert await system.settle(10), system.counts()
 
 
 def test_up_and_down_under_sixteen_streams(client_of: Any) -> None:
@@ -98,19 +119,8 @@ def test_one_leaves_at_any_moment(client_of: Any, role: str, at_s: float, drain_
     if role == "prefill":
         settings["prefill"] = PrefillSettings(chunk_tokens=32, batch_tokens=64, pool_pages=64, instances=2)
 
-    async def main() -> None:
-        async with SimSystem(replace(OPTIONS, **settings)) as system:
-            client = await client_of(system, attempts=1)
-            streams = Streams(system, client, 8, 120)
-            await asyncio.sleep(at_s)
-            progress = await system.scaled(90, **{role: 1})
-            assert progress["done"] and len(left(progress)) == 1
-            (row,) = progress["left"]
-            assert baseline(row, 256 if role == "decode" else 64), row
-            await streams.all_are_right()
-            assert await system.settle(10), system.counts()
-
-    run(main())
+    pages = 256 if role == "decode" else 64
+    run(one_of_two_leaves(replace(OPTIONS, **settings), client_of, role, at_s, pages, "decode-0"))
 
 
 def test_a_draining_instance_takes_nothing_and_finishes_what_it_has(client_of: Any, wait_until: Any) -> None:
@@ -145,7 +155,7 @@ def test_a_room_that_was_on_its_way_to_a_leaving_instance_is_refused_and_goes_el
     """The router does not know yet: the refusal costs no attempt, and is not repeated."""
 
     async def main() -> None:
-        async with SimSystem(replace(OPTIONS, decode=DecodeSettings(instances=2))) as system:
+        async with SimSystem(TWO) as system:
             client = await client_of(system, attempts=1)
             registry = system.processes["registry"].address
             system.network.cut(registry, system.router.network.address)
@@ -162,7 +172,7 @@ def test_a_room_that_was_on_its_way_to_a_leaving_instance_is_refused_and_goes_el
 
 def test_after_the_limit_running_requests_are_handed_over_at_once(client_of: Any) -> None:
     async def main() -> None:
-        async with SimSystem(replace(OPTIONS, decode=DecodeSettings(instances=2), drain_s=2.0)) as system:
+        async with SimSystem(replace(TWO, drain_s=2.0)) as system:
             client = await client_of(system, attempts=1)
             streams = Streams(system, client, 2, 300)
             await asyncio.sleep(1)
@@ -184,13 +194,11 @@ def test_kill_9_of_a_draining_instance(client_of: Any, wait_until: Any, restarte
     """Its requests go on elsewhere, and it does not come back; not even if Ray is quick to start it again."""
 
     async def main() -> None:
-        async with SimSystem(replace(OPTIONS, decode=DecodeSettings(instances=2))) as system:
+        async with SimSystem(TWO) as system:
             client = await client_of(system, attempts=3)
             streams = Streams(system, client, 4, 200)
             await asyncio.sleep(0.5)
-            system.pools.scale({"decode": 1})
-            await wait_until(lambda: system.pools.progress()["roles"]["decode"]["draining"] == 1)
-            (victim,) = [member.name for member in system.pools.members.values() if member.going]
+            victim = await drained_to_one(system, wait_until)
             await asyncio.sleep(0.5)
             system.kill(victim)
             if restarted:
@@ -208,13 +216,11 @@ def test_kill_9_of_a_draining_instance(client_of: Any, wait_until: Any, restarte
 
 def test_a_draining_instance_that_does_not_answer_is_ended_after_its_limits(client_of: Any, wait_until: Any) -> None:
     async def main() -> None:
-        async with SimSystem(replace(OPTIONS, decode=DecodeSettings(instances=2))) as system:
+        async with SimSystem(TWO) as system:
             client = await client_of(system, attempts=3)
             streams = Streams(system, client, 4, 200)
             await asyncio.sleep(0.5)
-            system.pools.scale({"decode": 1})
-            await wait_until(lambda: system.pools.progress()["roles"]["decode"]["draining"] == 1)
-            (victim,) = [member.name for member in system.pools.members.values() if member.going]
+            victim = await drained_to_one(system, wait_until)
             await asyncio.sleep(0.5)
             system.network.stop(system.processes[victim].address)
             await wait_until(lambda: system.pools.members[victim].detail == "does not answer")
@@ -267,12 +273,11 @@ def test_nobody_comes_back_for_what_was_handed_over(client_of: Any) -> None:
 
 def test_a_client_that_leaves_during_the_drain_is_not_waited_for(client_of: Any, wait_until: Any) -> None:
     async def main() -> None:
-        async with SimSystem(replace(OPTIONS, decode=DecodeSettings(instances=2), drain_s=60.0)) as system:
+        async with SimSystem(replace(TWO, drain_s=60.0)) as system:
             client = await client_of(system)
             lives = [client.open(PROMPT[i:], max_tokens=400) for i in range(2)]
             await wait_until(lambda: all(live.stream.next_index > 3 for live in lives))
-            system.pools.scale({"decode": 1})
-            await wait_until(lambda: system.pools.progress()["roles"]["decode"]["draining"] == 1)
+            await drained_to_one(system, wait_until)
             for live in lives:
                 client.front.close_request(live)
             began_s = asyncio.get_running_loop().time()
@@ -309,9 +314,7 @@ def test_scaling_up_while_another_drains_starts_a_new_one(client_of: Any, wait_u
             client = await client_of(system, attempts=3)
             streams = Streams(system, client, 8, 300)
             await asyncio.sleep(0.5)
-            system.pools.scale({"decode": 1})
-            await wait_until(lambda: system.pools.progress()["roles"]["decode"]["draining"] == 1)
-            (victim,) = [member.name for member in system.pools.members.values() if member.going]
+            victim = await drained_to_one(system, wait_until)
             system.pools.scale({"decode": 2})
             await wait_until(lambda: bool(system.pools.progress()["missing"]))
             assert system.pools.progress()["missing"] == [
@@ -356,7 +359,7 @@ def test_one_that_is_still_starting_goes_at_once_and_before_one_that_serves(wait
 
 def test_one_that_crashed_goes_before_one_that_serves(wait_until: Any) -> None:
     async def main() -> None:
-        async with SimSystem(replace(OPTIONS, decode=DecodeSettings(instances=2))) as system:
+        async with SimSystem(TWO) as system:
             assert (await system.scaled(decode=2))["done"]
             system.kill("decode-0")  # and Ray has not yet started it again
             await wait_until(lambda: not system.pools.progress()["done"])
@@ -423,12 +426,8 @@ def test_numbers_that_are_refused_change_nothing(numbers: Any, words: str) -> No
             with pytest.raises(InvalidRequest) as caught:
                 system.pools.scale(numbers)
             assert words in str(caught.value)
-            assert system.pools.version == 0 and system.pools.wanted == {
-                "prefill": 1,
-                "decode": 1,
-                "unified": 0,
-                "router": 1,
-            }
+            assert system.pools.wanted == {"prefill": 1, "decode": 1, "unified": 0, "router": 1}
+            assert system.pools.version == 0
 
     run(main())
 
@@ -508,10 +507,7 @@ def test_a_prefill_that_leaves_is_a_goodbye(client_of: Any) -> None:
 def test_pages_without_proof_are_told_and_do_not_keep_an_instance_for_ever(client_of: Any, wait_until: Any) -> None:
     """Decode leaves while a cut link keeps prefill's word away: with the process its memory is gone, so nobody can be
     given those pages; what was not proved is reported as it is."""
-    options = replace(
-        OPTIONS, decode=DecodeSettings(instances=2), links=LinkSettings(silence_s=3.0), drain_s=5.0,
-        faults=FaultSettings(delay_ms=8000),
-    )  # fmt: skip
+    options = replace(TWO, links=LinkSettings(silence_s=3.0), drain_s=5.0, faults=FaultSettings(delay_ms=8000))
 
     async def main() -> None:
         async with SimSystem(options) as system:
@@ -537,25 +533,10 @@ def test_pages_without_proof_are_told_and_do_not_keep_an_instance_for_ever(clien
 
 @pytest.mark.parametrize("drain_s", [0.0, 0.3, 60.0])
 @pytest.mark.parametrize("at_s", [0.01, 0.09, 0.4])
-def test_a_unified_instance_leaves_like_the_others(
-    client_of: Any, monkeypatch: pytest.MonkeyPatch, at_s: float, drain_s: float
-) -> None:
-    monkeypatch.setitem(LIMITS, "unified", (0, 64))
+def test_a_unified_instance_leaves_like_the_others(client_of: Any, at_s: float, drain_s: float) -> None:
     none = {"prefill": PrefillSettings(instances=0), "decode": DecodeSettings(instances=0)}
     options = replace(OPTIONS, unified=UnifiedSettings(instances=2, pool_pages=256), drain_s=drain_s, **none)
-
-    async def main() -> None:
-        async with SimSystem(options) as system:
-            client = await client_of(system, attempts=1)
-            streams = Streams(system, client, 8, 120, "unified-0")
-            await asyncio.sleep(at_s)
-            progress = await system.scaled(90, unified=1)
-            (row,) = progress["left"]
-            assert progress["done"] and baseline(row), row
-            await streams.all_are_right()
-            assert await system.settle(10), system.counts()
-
-    run(main())
+    run(one_of_two_leaves(options, client_of, "unified", at_s, 256, "unified-0"))
 
 
 def test_limits_follow_the_roster() -> None:
