@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from kvferry.actors.leg_room import LegRoom
 from kvferry.engine.contract import Sequence
 from kvferry.engine.history import Past
+from kvferry.memory.ledger import PageLedger
 
 
 @dataclass(kw_only=True)
@@ -33,9 +34,13 @@ def next_chunk(remaining: int, most: int, page_size: int) -> int:
     return max(most, 0) // page_size * page_size
 
 
-def chunk_of(room: ChunkedRoom, size: int) -> Sequence:
-    """The room's next `size` tokens; with the prompt's end, its first token is drawn. The room has a holding."""
+def chunk_of(room: ChunkedRoom, size: int, step: int, ledger: PageLedger) -> Sequence:
+    """The room's next `size` tokens, as forward `step` computes them; with the prompt's end, its first token is drawn.
+    From here on the room's pages and its machine wait for that forward. The room has a holding.
+    """
     assert room.holding is not None
+    ledger.name_in_step(room.holding, step)
+    room.machine.step_started()
     start, end, pages = room.computed, room.computed + size, room.holding.pages
     fed = room.spec.fed_ids[start:end]
     if end < room.prompt_tokens:

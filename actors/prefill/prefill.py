@@ -174,10 +174,7 @@ class Prefill(Leader[PrefillRoom]):
             if size == 0:
                 break
             budget -= size
-            sequences.append(chunk_of(room, size))
-            assert room.holding is not None
-            self.ledger.name_in_step(room.holding, step)
-            room.machine.step_started()
+            sequences.append(chunk_of(room, size, step, self.ledger))
         return StepPlan(step, tuple(sequences)) if sequences else None
 
     def step_finished(self, plan: StepPlan, result: StepResult) -> None:

@@ -126,10 +126,7 @@ class UnifiedLeader(Decode):
             if size == 0:
                 break
             budget -= size
-            sequences.append(chunk_of(room, size))
-            assert room.holding is not None
-            self.ledger.name_in_step(room.holding, step)
-            room.machine.step_started()
+            sequences.append(chunk_of(room, size, step, self.ledger))
         return StepPlan(step, tuple(sequences)) if sequences else None
 
     def _prefilling(self, room_id: int) -> UnifiedRoom:
