@@ -45,7 +45,7 @@ class Instance:
 
     def dispatched(self, ask: Ask, turn: int) -> None:
         self.turn = turn
-        tokens = PrefillView(self.info, turn, 0.0, 1.0).tokens_to_compute(ask)
+        tokens = ask.tokens_to_compute(self.info)
         self.sent[ask.room] = Sent(ask, tokens)
         self.sent_tokens += tokens
         if self._decode is not None:
@@ -175,9 +175,11 @@ class Fleet:
         return sum(load.running / load.place_s for load in loads if load.place_s > 0)
 
     def _usable(self, role: str) -> list[Instance]:
+        return [instance for instance in self._able(role) if self._problem(instance) is None]
+
+    def _able(self, role: str) -> list[Instance]:
         """Those that can play `role`; a unified instance plays both."""
-        able = (role, UNIFIED)
-        return [i for i in self._instances.values() if i.info.role in able and self._problem(i) is None]
+        return [instance for instance in self._instances.values() if instance.info.role in (role, UNIFIED)]
 
     def _problem(self, instance: Instance) -> str | None:
         if instance.info.draining or instance.info.address.incarnation in self._leaving:
@@ -188,10 +190,7 @@ class Fleet:
         """Why a role has nobody, for each role that has nobody."""
         lines = []
         for role in ("prefill", "decode"):
-            able = (role, UNIFIED)
-            problems = [
-                (i.info.instance, self._problem(i)) for i in self._instances.values() if i.info.role in able
-            ]  # fmt: skip
+            problems = [(instance.info.instance, self._problem(instance)) for instance in self._able(role)]
             if all(problem is not None for _, problem in problems):
                 lines.append("; ".join(f"{name} {problem}" for name, problem in problems) or f"no {role} is registered")
         return lines

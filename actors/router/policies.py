@@ -68,7 +68,7 @@ POLICIES: dict[str, Policy] = {
 def predicted_s(prefill: PrefillView, decode: DecodeView, ask: Ask) -> float:
     """Seconds to the first token. Prefill computes once decode has admitted the request; what is queued there is worked
     off meanwhile, so the longer of the two waits counts, and then the prompt itself."""
-    return max(prefill.wait_s, decode.wait_s(ask)) + prefill.tokens_to_compute(ask) / prefill.tokens_per_s
+    return max(prefill.wait_s, decode.wait_s(ask)) + ask.tokens_to_compute(prefill.info) / prefill.tokens_per_s
 
 
 def _idler_of_two(choices: Sequence[V], random: Random) -> V:

@@ -29,6 +29,14 @@ class Ask:
     home: int = 0
     avoid: tuple[int, ...] = ()
 
+    def tokens_to_compute(self, rank: RankInfo) -> int:
+        """The tokens fed, without what that prefill has or is computing already: a sibling leaves at most a page of its
+        prompt to do. (Whatever a prefix cache is known to hold belongs here too.)
+        """
+        if rank.address.incarnation == self.home:
+            return min(self.fed_tokens, rank.layout.page_size)
+        return self.fed_tokens
+
 
 @dataclass(frozen=True)
 class Rank:
@@ -56,14 +64,6 @@ class PrefillView(Rank):
     @property
     def wait_s(self) -> float:
         return self.queued_tokens / self.tokens_per_s
-
-    def tokens_to_compute(self, ask: Ask) -> int:
-        """The tokens fed, without what the instance has or is computing already: a sibling leaves at most a page of its
-        prompt to do. (Whatever a prefix cache is known to hold belongs here too.)
-        """
-        if self.incarnation == ask.home:
-            return min(ask.fed_tokens, self.info.layout.page_size)
-        return ask.fed_tokens
 
     @property
     def busy(self) -> tuple[float, ...]:

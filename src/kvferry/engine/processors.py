@@ -1,6 +1,6 @@
 """What changes a row of logits before a token is chosen: bias, penalties, and end tokens that may not come yet.
 
-`kvferry.protocol.messages.Sampling` names the order. All of it is computed in float64.
+`kvferry.protocol.request.Sampling` names the order. All of it is computed in float64.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Admitted(Message, frozen=True):
 class Progress(Message, frozen=True):
     """News for the journal and the no-progress clock.
 
-    `event`: "queued", "started", "computed" (chunk), "written" (chunk), "metadata". `position` is the place in
+    `event`: "queued", "started", "computed" (chunk), "written" (chunk). `position` is the place in
     the leg's queue (0 = being served), `step` its engine's step counter, `kv_bytes` the bytes of this event,
     `offset_s` seconds since the leg opened the room, by the leg's own clock.
     """
