@@ -125,7 +125,7 @@ class Room:
                 self._tick()
 
     def _from_leg(self, leg: str, message: Message) -> None:
-        heard = _HEARD.get(type(message))
+        heard = HEARD.get(type(message))
         if heard is None:
             self._refused += 1
         else:
@@ -243,7 +243,8 @@ class Room:
         self.journal.note(self.clock.now_s(), event, leg, **detail)
 
 
-_HEARD: dict[type[Message], Callable[[Room, str, Any], None]] = {
+#: What a room hears from its legs; its router takes these messages in for it.
+HEARD: dict[type[Message], Callable[[Room, str, Any], None]] = {
     Opened: Room._opened, Admitted: Room._admitted, Progress: Room._progress, PrefillDone: Room._prefill_done,
     Received: Room._received, Drained: Room._drained, Committed: Room._committed, Failed: Room._failed,
     AbortAck: Room._abort_acked, UnknownRoom: Room._unknown,

@@ -11,7 +11,7 @@ from kvferry.actors.leaving import DrainRequested, Leaving
 from kvferry.actors.membership import Membership, RegistryFound
 from kvferry.actors.ports import Clock, LostReason, Network, Random, Resolve
 from kvferry.actors.room.journal import Journal
-from kvferry.actors.room.room import AbortRequested, FromLeg, LegLost, Room, RoomTick
+from kvferry.actors.room.room import HEARD, AbortRequested, FromLeg, LegLost, Room, RoomTick
 from kvferry.actors.router.breaker import Breakers, Verdict, verdict
 from kvferry.actors.router.choice import Homes, View, choose
 from kvferry.actors.router.fleet import Fleet
@@ -26,22 +26,7 @@ from kvferry.obs.rooms import RoomStatistics
 from kvferry.protocol.address import Address
 from kvferry.protocol.errors import Cause, Draining
 from kvferry.protocol.kvpoll import KVPoll
-from kvferry.protocol.messages import (
-    AbortAck,
-    Admitted,
-    Committed,
-    Drained,
-    Failed,
-    Load,
-    Message,
-    Opened,
-    PrefillDone,
-    Progress,
-    Received,
-    Roster,
-    UnknownRoom,
-    Watch,
-)
+from kvferry.protocol.messages import Admitted, Load, Message, Opened, Roster, UnknownRoom, Watch
 from kvferry.protocol.outcome import Outcome
 from kvferry.protocol.rank import RankInfo
 from kvferry.protocol.request import RequestSpec
@@ -49,9 +34,6 @@ from kvferry.protocol.room import RoomMachine
 
 ROOM_MAILBOX = 4096
 REDIAL_S = 1.0
-_ROOM_MESSAGES = (
-    Opened, Admitted, Progress, PrefillDone, Received, Drained, Committed, Failed, AbortAck, UnknownRoom,
-)  # fmt: skip
 
 
 class Router(Actor):
@@ -87,7 +69,7 @@ class Router(Actor):
         self._leaving = Leaving(network.address.name, "router")
         self._room_places, self._queue_places = RetryAfter(), RetryAfter()
         self._on_message = {Roster: self._new_roster, Load: self._load}
-        self._on_message |= dict.fromkeys(_ROOM_MESSAGES, self._room_message)
+        self._on_message |= dict.fromkeys(HEARD, self._room_message)
 
     @property
     def roster(self) -> Roster:
