@@ -15,7 +15,7 @@ from kvferry.actors.leg_room import RANK
 from kvferry.actors.load import Recent
 from kvferry.actors.parts import Parts
 from kvferry.actors.settings import DecodeSettings
-from kvferry.engine.contract import StepPlan, StepResult
+from kvferry.engine.contract import Drawn, Sequence, StepPlan, StepResult
 from kvferry.engine.history import Past
 from kvferry.memory.admission import pages_needed, refusal
 from kvferry.memory.proof import Drained as DrainedProof
@@ -236,12 +236,15 @@ class Decode(Leader[DecodeRoom]):
 
     def step_finished(self, plan: StepPlan, result: StepResult) -> None:
         for sequence, drawn in zip(plan.sequences, result.drawn, strict=True):
-            room = self.rooms[sequence.key]  # a room outlives each forward that names it
-            assert drawn is not None
-            commands = room.machine.step_ended()
-            if room.machine.state is ReceiverState.RUNNING:
-                self._token(room, drawn.token_id, drawn.logprobs)
-            self.act(room, commands)
+            self.sequence_finished(self.rooms[sequence.key], sequence, drawn)  # a room outlives each forward of its own
+
+    def sequence_finished(self, room: DecodeRoom, _sequence: Sequence, drawn: Drawn | None) -> None:
+        """The room's part of a forward has ended."""
+        assert drawn is not None
+        commands = room.machine.step_ended()
+        if room.machine.state is ReceiverState.RUNNING:
+            self._token(room, drawn.token_id, drawn.logprobs)
+        self.act(room, commands)
 
     def _token(self, room: DecodeRoom, token_id: int, logprobs: Logprobs | None) -> None:
         """One more token of a committed request; the stop rules are applied here, on ids and text."""

@@ -22,7 +22,7 @@ from kvferry.actors.load import Recent
 from kvferry.actors.parts import Parts
 from kvferry.actors.settings import DecodeSettings, UnifiedSettings
 from kvferry.actors.unified.room import UnifiedRoom
-from kvferry.engine.contract import Drawn, StepPlan, StepResult
+from kvferry.engine.contract import Drawn, Sequence, StepPlan, StepResult
 from kvferry.protocol.address import Address
 from kvferry.protocol.clocks import Wait
 from kvferry.protocol.messages import (
@@ -135,19 +135,17 @@ class UnifiedLeader(Decode):
         return room
 
     def step_finished(self, plan: StepPlan, result: StepResult) -> None:
-        chunks = [
-            (room, sequence, drawn)
-            for sequence, drawn in zip(plan.sequences, result.drawn, strict=True)
-            if (room := self._prefilling(sequence.key)).computed < room.prompt_tokens
-        ]
-        of_prompts = {sequence.key for _, sequence, _ in chunks}
-        decoded = [pair for pair in zip(plan.sequences, result.drawn, strict=True) if pair[0].key not in of_prompts]
-        sequences, drawn_tokens = tuple(s for s, _ in decoded), tuple(d for _, d in decoded)
-        super().step_finished(StepPlan(plan.step, sequences), StepResult(plan.step, drawn_tokens, result.compute_s))
-        if chunks:
-            self._speed.add(sum(len(sequence.token_ids) for _, sequence, _ in chunks), result.compute_s)
-        for room, sequence, drawn in chunks:
+        prompts = [s for s in plan.sequences if self._prefilling(s.key).remaining]
+        if prompts:
+            self._speed.add(sum(len(sequence.token_ids) for sequence in prompts), result.compute_s)
+        super().step_finished(plan, result)
+
+    def sequence_finished(self, room: DecodeRoom, sequence: Sequence, drawn: Drawn | None) -> None:
+        assert isinstance(room, UnifiedRoom)
+        if room.remaining:
             self._chunk_computed(room, len(sequence.token_ids), drawn)
+        else:
+            super().sequence_finished(room, sequence, drawn)
 
     def _chunk_computed(self, room: UnifiedRoom, tokens: int, drawn: Drawn | None) -> None:
         room.computed += tokens
