@@ -121,7 +121,7 @@ class UnifiedLeader(Decode):
         sequences = [] if plan is None else list(plan.sequences)
         budget = self.chunks.batch_tokens - len(sequences)
         for room_id in self.prefilling:
-            room = self._prefilling(room_id)
+            room = self._room(room_id)
             size = next_chunk(room.remaining, min(self.chunks.chunk_tokens, budget), self.page_size)
             if size == 0:
                 break
@@ -129,13 +129,13 @@ class UnifiedLeader(Decode):
             sequences.append(chunk_of(room, size, step, self.ledger))
         return StepPlan(step, tuple(sequences)) if sequences else None
 
-    def _prefilling(self, room_id: int) -> UnifiedRoom:
+    def _room(self, room_id: int) -> UnifiedRoom:
         room = self.rooms[room_id]
         assert isinstance(room, UnifiedRoom)
         return room
 
     def step_finished(self, plan: StepPlan, result: StepResult) -> None:
-        prompts = [s for s in plan.sequences if self._prefilling(s.key).remaining]
+        prompts = [s for s in plan.sequences if self._room(s.key).remaining]
         if prompts:
             self._speed.add(sum(len(sequence.token_ids) for sequence in prompts), result.compute_s)
         super().step_finished(plan, result)
@@ -168,7 +168,7 @@ class UnifiedLeader(Decode):
         """Also for those that wait for their turn to be computed, as prefill tells it."""
         super().report_progress()
         for position, room_id in enumerate(self.prefilling):
-            room = self._prefilling(room_id)
+            room = self._room(room_id)
             news = self.progress(room, "queued", position=position, chunk=room.chunk - 1)
             news = msgspec.structs.replace(news, leg=PREFILL)
             room.clocks.queued(PREFILL, position, news.step, room.chunk, self.clock.now_s())
@@ -176,7 +176,7 @@ class UnifiedLeader(Decode):
 
     def load(self) -> Load:
         """Both roles' in one: prompts that are not computed yet, whether they are admitted or not."""
-        queued = sum(self._prefilling(room).remaining for room in (*self.waiting, *self.prefilling))
+        queued = sum(self._room(room).remaining for room in (*self.waiting, *self.prefilling))
         return msgspec.structs.replace(
             super().load(), role=self.info.role, queued_tokens=queued, tokens_per_s=self._speed.per_s
         )
