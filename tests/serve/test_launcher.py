@@ -96,3 +96,10 @@ def test_ctrl_c_during_the_start_is_answered_at_once(
 def test_asking_for_the_packaged_model_imports_no_torch() -> None:
     code = "import sys, kvferry.engine.packaged; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_who_deploys_and_who_starts_hosts_imports_no_torch() -> None:
+    """It takes seconds and 200 MB, which only the processes that hold a model need."""
+    modules = "kvferry.serve.deployment, kvferry.cluster.controller"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -15,7 +15,6 @@ from kvferry.actors.actor import Actor
 from kvferry.actors.leader import Leader
 from kvferry.cluster.config import Config
 from kvferry.cluster.names import NAMESPACE, REGISTRY
-from kvferry.cluster.roles import build_role
 from kvferry.protocol.address import Address
 
 log = logging.getLogger("kvferry.host")
@@ -27,7 +26,7 @@ CALLS = frozenset({"submit", "journal", "status", "roster", "start_failed", "wan
 
 
 class Host:
-    """A plain class: Ray wraps it on a separate line (see `controller`).
+    """A plain class: Ray wraps it on a separate line (see `hosting`).
 
     An actor that fails takes its process with it: Ray then starts a new one, with a new incarnation and new memory.
     """
@@ -70,6 +69,9 @@ class Host:
 
     async def _live(self) -> None:
         try:
+            # It brings torch and the data plane; who only starts hosts needs neither.
+            from kvferry.cluster.roles import build_role
+
             actor = await build_role(self._role, self._name, self._config)
             self._actor.set_result(actor)
             await actor.run()
