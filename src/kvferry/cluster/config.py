@@ -5,7 +5,7 @@
       - name: kvferry
         import_path: kvferry.serve.deployment:build
         route_prefix: /
-        args: {model, prefill, decode, router, transfer, clocks, links, api, cluster}
+        args: {model, prefill, decode, unified, router, transfer, clocks, links, api, cluster}
 
 `serve deploy` takes the same file. Everything under `args` is ours and is checked to the last key; at Serve's own
 levels only the names of keys are checked. The first value that is not acceptable raises ConfigError with its path,

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvferry.cluster.config import Config
 
 #: Each open attempt is a Ray call that its router holds; the other half of what an actor takes at once
-#: (`kvferry.cluster.controller`) is for frames, where links travel by Ray calls.
+#: (`kvferry.cluster.hosting`) is for frames, where links travel by Ray calls.
 ATTEMPTS_BESIDE_FRAMES = 2048
 
 #: (key, value, what is allowed)
