@@ -18,20 +18,21 @@ class ClientGone(Exception):
     """The client closed the connection."""
 
 
-def _header(scope: Scope, name: bytes) -> str:
+def header(scope: Scope, name: bytes) -> str:
+    """The first of that name, or "" when there is none."""
     return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "")
 
 
 def check_content_type(scope: Scope) -> None:
     """JSON must be called JSON: a web page may post other types to a server on the user's machine unasked."""
-    kind = _header(scope, b"content-type").partition(";")[0].strip().lower()
+    kind = header(scope, b"content-type").partition(";")[0].strip().lower()
     if kind != JSON_TYPE:
         raise WrongContentType(f"content-type: {kind[:100]!r} is not acceptable; allowed: {JSON_TYPE}")
 
 
 async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
     """The whole body. Raises BodyTooLarge as soon as it is known, ClientGone when the client leaves midway."""
-    length = _header(scope, b"content-length")
+    length = header(scope, b"content-length")
     if length and not (length.isascii() and length.isdigit()):
         raise InvalidRequest(f"content-length: {length[:100]!r} is not a number")
     parts: list[bytes] = []

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvferry.cluster.config_rules import API_KEY, API_KEY_RULE
 from kvferry.protocol.errors import ConfigError, RequestError
-from kvferry.serve.asgi import ClientGone, Reply
+from kvferry.serve.asgi import ClientGone, Reply, header
 from kvferry.serve.errors import error_body
 
 
@@ -89,7 +89,7 @@ class KeyGuard:
             await self._app(scope, receive, send)
             return
         try:
-            self._keys.check(_authorization(scope))
+            self._keys.check(header(scope, b"authorization"))
         except InvalidApiKey as error:
             scope["app"].state.front.metrics.requests.labels(str(error.http_status), error.code).inc()
             with suppress(ClientGone):
@@ -97,7 +97,3 @@ class KeyGuard:
                 await Reply(send).json(error.http_status, error_body(error), headers)
             return
         await self._app(scope, receive, send)
-
-
-def _authorization(scope: Scope) -> str:
-    return next((value.decode("latin-1") for key, value in scope["headers"] if key == b"authorization"), "")
