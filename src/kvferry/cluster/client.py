@@ -98,13 +98,12 @@ class RayBackend:
             answer or {"id": name, "role": role, "incarnation": None, "ranks": [], "queues": {}, "pages": {}}
             for (role, name), answer in zip(names, answers, strict=False)
         ]
-        live = [answer or {} for answer in answers[len(names) : -1]]
+        live = [answer for answer in answers[len(names) : -1] if answer]
         return {
             "registry": answers[-1],
             "instances": instances,
-            "routers": [router for router in live if router],
-            "rooms_live": sum(router.get("rooms_live", 0) for router in live),
-            "requests_live": sum(router.get("attempts_open", 0) for router in live),
+            "routers": live,
+            "rooms_live": sum(router["rooms_live"] for router in live),
         }
 
     # --- the pools ---

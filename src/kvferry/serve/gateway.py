@@ -23,7 +23,8 @@ class Backend(Protocol):
     * `submit` opens an attempt at a router. The call itself is the attempt's handle: it resolves to the room's
       outcome, and cancelling it aborts the room. A lost router raises a PeerError.
     * `roster` is the registry's present roster.
-    * `status` is the object that `kvferry status --json` prints.
+    * `status` is the object that `kvferry status --json` prints, but for what only the front knows
+      (`kvferry.serve.app.status`).
     * `room` is the journal of a room, or None when no router knows the id.
     * `pools` is how far the pools are from what is wanted (`kvferry.actors.pools.Pools.progress`); `scale` asks for
       other numbers of instances, by role, and gives the same. Raises InvalidRequest, or Unavailable.
