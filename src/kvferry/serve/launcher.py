@@ -93,20 +93,20 @@ def check_address(config: Config) -> None:
 
 
 @contextmanager
-def local_cluster(config: Config, quiet: bool = True) -> Iterator[str]:
-    """A Ray cluster of this machine with the application deployed on it; yields the base URL. Used by tests too."""
-    _quiet() if quiet else None
-    with prepared(config), _ray(config, quiet):
+def local_cluster(config: Config) -> Iterator[None]:
+    """A Ray cluster of this machine with the application deployed on it."""
+    _quiet()
+    with prepared(config), _ray(config):
         http_options: Any = {"host": config.http.host, "port": config.http.port, "location": "HeadOnly"}
         ray_serve.start(http_options=http_options)
         args = msgspec.to_builtins(config)
         args.pop("http")
         ray_serve.run(build(args), name=APPLICATION, route_prefix="/", blocking=False, _local_testing_mode=False)
-        yield base_url(config)
+        yield
 
 
 @contextmanager
-def _ray(config: Config, quiet: bool) -> Iterator[None]:
+def _ray(config: Config) -> Iterator[None]:
     """Ray on this machine; at the end Serve and Ray are shut down."""
     needed = sum(number for role, number in config.wanted().items() if role != "router")
     slots = config.cluster.slots or max(needed, 2 * (os.cpu_count() or 2))
@@ -117,7 +117,7 @@ def _ray(config: Config, quiet: bool) -> Iterator[None]:
         num_cpus=max(2, os.cpu_count() or 2),
         resources={config.cluster.slot_resource: slots},
         include_dashboard=False,
-        log_to_driver=not quiet,
+        log_to_driver=False,
         logging_level=logging.ERROR,
         configure_logging=True,
     )
