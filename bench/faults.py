@@ -24,7 +24,7 @@ from typing import Any
 import httpx
 from report import arguments, finish, table
 from rich.progress import Progress
-from serving import Served, served
+from serving import Served
 
 MODEL = "smollm2-135m"
 STREAMS = 8
@@ -195,7 +195,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="kills of each kind (%(default)s)")
     parser.add_argument("--tokens", type=int, default=300, help="tokens of each stream (%(default)s)")
     options = parser.parse_args()
-    with served(ARGS) as server:
+    with Served(ARGS) as server:
         hits = asyncio.run(run(server, options.repeats, options.tokens))
         unaccounted = pages_unaccounted(server)
     rows = [

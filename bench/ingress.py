@@ -10,17 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
 from report import arguments, finish, table
+from serving import Served
 
-from kvferry.cluster.config import load
-from kvferry.serve.launcher import local_cluster
+from kvferry.engine.packaged import PACKAGED_MODEL
 
 HOST, CONCURRENT = "127.0.0.1", 16
 FIRST_TOKEN = "kvferry_time_to_first_token_seconds"
@@ -80,10 +75,11 @@ async def rate(port: int, path: str, concurrent: int, seconds: float) -> float:
     return sum(await asyncio.gather(*(ask() for _ in range(concurrent)))) / seconds
 
 
-async def first_token_overhead_ms(port: int, model: str, chats: int) -> float:
+async def first_token_overhead_ms(port: int, chats: int) -> float:
     """Mean over `chats` streamed answers of 8 tokens, one after the other."""
     message = {"role": "user", "content": "What is the capital of France?"}
-    body = json.dumps({"model": model, "stream": True, "max_tokens": 8, "temperature": 0, "messages": [message]})
+    options = {"model": PACKAGED_MODEL, "stream": True, "max_tokens": 8, "temperature": 0}
+    body = json.dumps(options | {"messages": [message]})
     async with Connection(port) as connection:
         await connection.first_token_s(body.encode())
         before = await _front_sum_s(connection)
@@ -97,46 +93,26 @@ async def _front_sum_s(connection: Connection) -> float:
     return float(next(line.split()[1] for line in lines if line.startswith(f"{FIRST_TOKEN}_sum")))
 
 
-@contextmanager
-def serving(ingress: str, port: int) -> Iterator[str]:
-    """The model's name, once it serves."""
-    config = load(None, {"cluster.ingress": ingress, "http.port": port})
-    with local_cluster(config):
-        asyncio.run(_ready(port))
-        yield config.served_name()
-
-
-async def _ready(port: int) -> None:
-    while True:
-        try:
-            async with Connection(port) as connection:
-                await connection.get("/ready")
-                return
-        except (OSError, AssertionError, asyncio.IncompleteReadError):
-            await asyncio.sleep(0.5)
-
-
-async def measure(port: int, model: str, seconds: float, chats: int) -> dict[str, float]:
+async def measure(port: int, seconds: float, chats: int) -> dict[str, float]:
     await rate(port, "/health", CONCURRENT, 1.0)  # warm
     return {
         "health_per_s_1": await rate(port, "/health", 1, seconds),
         f"health_per_s_{CONCURRENT}": await rate(port, "/health", CONCURRENT, seconds),
         "models_per_s_1": await rate(port, "/v1/models", 1, seconds),
         f"models_per_s_{CONCURRENT}": await rate(port, "/v1/models", CONCURRENT, seconds),
-        "first_token_overhead_ms": await first_token_overhead_ms(port, model, chats),
+        "first_token_overhead_ms": await first_token_overhead_ms(port, chats),
     }
 
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--port", type=int, default=18765)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each rate")
     parser.add_argument("--chats", type=int, default=24)
     args = parser.parse_args()
     found = {}
     for ingress in ("serve", "haproxy"):
-        with serving(ingress, args.port) as model:
-            found[ingress] = asyncio.run(measure(args.port, model, args.seconds, args.chats))
+        with Served({"cluster": {"ingress": ingress}}) as server:
+            found[ingress] = asyncio.run(measure(server.port, args.seconds, args.chats))
     serve, haproxy = found["serve"], found["haproxy"]
     ratios = {name: haproxy[name] / serve[name] for name in serve}
     rows = [[name, f"{serve[name]:.2f}", f"{haproxy[name]:.2f}", f"{ratios[name]:.2f}"] for name in serve]

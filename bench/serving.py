@@ -1,8 +1,7 @@
-"""A real `kvferry serve` for bench scripts: its own processes, its own port, stopped at the end."""
+"""A real `kvferry serve` for scripts and tests: its own process group, its own port, its own configuration."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -10,23 +9,56 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import yaml  # type: ignore[import-untyped]
 
-STOP_S = 90.0
+STOP_S = 60.0
+ANSWER_S = 120.0
+APPLICATION = {"name": "kvferry", "import_path": "kvferry.serve.deployment:build", "route_prefix": "/"}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 class Served:
-    """A running server. `args` are the sections under `args` of a serve.yaml."""
+    """A server that is up. Either `stop` it or use it as a context manager."""
 
-    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
-        self.process, self.url = process, url
-        self.http = httpx.Client(base_url=url, timeout=300.0)
+    def __init__(self, args: Mapping[str, Any] | None = None, *options: str) -> None:
+        """`args`: the sections under `args` of a serve.yaml; None starts it without a file. `options`: of the command.
+        Raises RuntimeError, with what it said, when it ended before it was up.
+        """
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._folder = tempfile.TemporaryDirectory(prefix="kvferry-serving-")
+        command = [str(Path(sys.executable).with_name("kvferry")), "serve"]
+        if args is not None:
+            config = Path(self._folder.name) / "serve.yaml"
+            config.write_text(yaml.safe_dump({"applications": [APPLICATION | {"args": dict(args)}]}))
+            command.append(str(config))
+        said = Path(self._folder.name) / "stderr"  # Ray's reports of processes that were killed, among others
+        with said.open("w") as log:
+            self.process = subprocess.Popen(
+                [*command, "--port", str(self.port), *options],
+                stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True,
+            )  # fmt: skip
+        assert self.process.stdout is not None
+        self.curl = self.process.stdout.readline().strip()  # the line that it prints once it is ready
+        if not self.curl:
+            raise RuntimeError(f"kvferry serve ended with {self.process.wait()} before it was up: {said.read_text()}")
+        self.http = httpx.Client(base_url=self.url, timeout=ANSWER_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def status(self) -> dict[str, Any]:
         answer = self.http.get("/status")
@@ -43,40 +75,25 @@ class Served:
             found["registry"] = status["registry"]["pid"]
         return found
 
-    def wait(self, holds: Any, limit_s: float, what: str) -> float:
-        """Seconds until `holds()`. Raises TimeoutError, with the status, after `limit_s`."""
-        began_s = time.monotonic()
+    def wait(self, holds: Callable[[], bool], limit_s: float, what: str) -> None:
+        """Until `holds()`. Raises TimeoutError, with the status, after `limit_s`."""
+        end_s = time.monotonic() + limit_s
         while not holds():
-            if time.monotonic() - began_s > limit_s:
+            if time.monotonic() > end_s:
                 raise TimeoutError(f"{what}: not within {limit_s} s; status {self.status()}")
             time.sleep(0.05)
-        return time.monotonic() - began_s
 
-
-@contextmanager
-def served(args: dict[str, Any], *options: str) -> Iterator[Served]:
-    """Start it with these `args`; the port is free and ours."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    application = {"name": "kvferry", "import_path": "kvferry.serve.deployment:build", "route_prefix": "/"}
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "serve.yaml"
-        path.write_text(yaml.safe_dump({"applications": [application | {"args": args}]}))
-        kvferry = Path(sys.executable).with_name("kvferry")
-        command = [str(kvferry), "serve", str(path), "--port", str(port), "--json", *options]
-        said = Path(folder) / "stderr"  # Ray's reports of the processes that we kill, among others
-        with said.open("w") as log:
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
+    def stop(self, number: int = signal.SIGINT) -> int:
+        """As Ctrl-C on a terminal does: the signal goes to the whole foreground process group. The exit status; raises
+        subprocess.TimeoutExpired, and ends it by force, when it does not end by itself."""
+        self.http.close()
+        os.killpg(self.process.pid, number)
         try:
-            assert process.stdout is not None
-            hello = process.stdout.readline()
-            if not hello:
-                raise RuntimeError(f"kvferry serve ended with {process.wait()} before it was up: {said.read_text()}")
-            yield Served(process, json.loads(hello)["url"])
+            return self.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            raise
         finally:
-            os.killpg(process.pid, signal.SIGINT)
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
+            assert self.process.stdout is not None
+            self.process.stdout.close()
+            self._folder.cleanup()

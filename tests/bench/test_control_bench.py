@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from serving import free_port
 
 pytestmark = pytest.mark.real
 
@@ -26,10 +26,7 @@ MESSAGES_OF_A_ROOM = 2 + 7 + 5 + 4 + 1
 
 
 def test_every_figure_is_there_and_the_counts_are_right() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    command = [sys.executable, str(SCRIPT), "--json", "--scale", "0.005", "--port", port]
+    command = [sys.executable, str(SCRIPT), "--json", "--scale", "0.005", "--port", str(free_port())]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     *shown, last = done.stdout.splitlines()

@@ -20,24 +20,13 @@ from kvferry.cluster import ingress
 pytestmark = pytest.mark.real
 
 STORY = "Tell me a long story about a ferry and its captain. "
-SLOW_WRITES = """
-applications:
-  - name: kvferry
-    import_path: kvferry.serve.deployment:build
-    route_prefix: /
-    args:
-      transfer: {faults: {delay_ms: 100}}
-"""
 
 
 @pytest.fixture(scope="module")
-def frail(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, server: Any) -> Iterator[Any]:
+def frail(server: Any) -> Iterator[Any]:
     """A second server, with writes that are held for 100 ms each, so that a kill meets them under way."""
-    path = tmp_path_factory.mktemp("config") / "slow.yaml"
-    path.write_text(SLOW_WRITES)
-    frail = type(server)(str(path))
-    yield frail
-    frail.stop()
+    with type(server)({"transfer": {"faults": {"delay_ms": 100}}}) as frail:
+        yield frail
 
 
 def pid_of(server: Any, name: str) -> int:
@@ -142,13 +131,10 @@ def folders() -> set[Path]:
 
 
 @pytest.mark.parametrize(("number", "chosen"), [(signal.SIGINT, "haproxy"), (signal.SIGTERM, "serve")])
-def test_the_end_leaves_nothing(server: Any, tmp_path: Path, number: int, chosen: str) -> None:
+def test_the_end_leaves_nothing(server: Any, number: int, chosen: str) -> None:
     """Ctrl-C, and what `kill`, systemd and containers send; behind either ingress."""
     before = folders()
-    config = tmp_path / "c.yaml"
-    application = {"import_path": "kvferry.serve.deployment:build", "args": {"cluster": {"ingress": chosen}}}
-    config.write_text(json.dumps({"applications": [application]}))
-    own = type(server)(str(config))
+    own = type(server)({"cluster": {"ingress": chosen}})
     assert own.chat("Say hi.", max_tokens=4).status_code == 200
     assert own.status()["ingress"] == chosen
     made = folders() - before

@@ -18,25 +18,15 @@ import pytest
 pytestmark = pytest.mark.real
 
 #: Room for three decodes; a drain limit that some streams outlive, so that they are handed over.
-POOLS = """
-applications:
-  - name: kvferry
-    import_path: kvferry.serve.deployment:build
-    route_prefix: /
-    args:
-      cluster: {slots: 4, drain_s: 1.0}
-"""
+POOLS = {"cluster": {"slots": 4, "drain_s": 1.0}}
 PROMPTS = [f"{n}. Tell me a long story about a ferry and its captain." for n in range(16)]
 
 
 @pytest.fixture(scope="module")
-def pools(tmp_path_factory: pytest.TempPathFactory, server: Any) -> Iterator[Any]:
+def pools(server: Any) -> Iterator[Any]:
     """A server of its own: the instances that are left at the end are not those of the beginning."""
-    path = tmp_path_factory.mktemp("config") / "pools.yaml"
-    path.write_text(POOLS)
-    pools = type(server)(str(path))
-    yield pools
-    pools.stop()
+    with type(server)(POOLS) as pools:
+        yield pools
 
 
 def scale(pools: Any, *numbers: str) -> subprocess.CompletedProcess[str]:

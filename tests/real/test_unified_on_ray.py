@@ -15,8 +15,7 @@ REFERENCE = json.loads((Path(__file__).parents[1] / "engine" / "reference.json")
 
 def test_unified_on_ray_equals_transformers(server: Any) -> None:
     entries = [entry for entry in REFERENCE["prompts"] if entry["length"] in (16, 64, 257)]
-    unified = type(server)("--unified", "1")
-    try:
+    with type(server)(None, "--unified", "1") as unified:
         body = {"model": "smollm2-135m", "max_tokens": 32, "temperature": 0, "return_token_ids": True}
         for entry in entries:
             answer = unified.http.post("/v1/completions", json=body | {"prompt": entry["prompt_ids"]})
@@ -30,5 +29,3 @@ def test_unified_on_ray_equals_transformers(server: Any) -> None:
         assert (journal["prefill"], journal["decode"], journal["kv_bytes"]) == ("unified-0", "unified-0", 0)
         unified.wait_baseline()
         assert [instance["role"] for instance in unified.status()["instances"]] == ["unified"]
-    finally:
-        unified.stop()
