@@ -16,7 +16,6 @@ nothing and the data plane copies within one process. CPU is that of whole proce
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import sys
 from collections import Counter
@@ -29,6 +28,7 @@ import ray
 from control_front import RemoteFront, RemoteGenerators, RemotePump
 from control_peers import ProcessPerRoom, TrivialServe, process_per_room, trivial_serve
 from control_station import Meter, RemoteStation
+from local_ray import local_ray
 from report import arguments, finish, table
 
 from kvferry.cluster.names import NAMESPACE
@@ -301,14 +301,8 @@ def main() -> None:
         os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
         # Serve's processes are not this driver's, and import what stands beside this script all the same.
         os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-        ray.init(
-            address="local", num_cpus=max(2, os.cpu_count() or 2), include_dashboard=False, log_to_driver=False,
-            logging_level=logging.ERROR,
-        )  # fmt: skip
-        try:
+        with local_ray():
             found = asyncio.run(measure(options.scale, options.port))
-        finally:
-            ray.shutdown()
     show(found)
     finish(options.json, figures(found))
 

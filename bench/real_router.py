@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-import ray
+from clients import first_tokens_s
+from local_ray import local_ray
 from msgspec.structs import replace
 
 from kvferry.actors.settings import DecodeSettings, PrefillSettings, RouterSettings
@@ -21,7 +20,7 @@ from kvferry.cluster.network import open_network
 from kvferry.obs.metrics import FrontMetrics
 from kvferry.protocol.messages import Roster
 from kvferry.protocol.outcome import Outcome
-from kvferry.protocol.request import RequestSpec, Sampling
+from kvferry.protocol.request import RequestSpec
 from kvferry.serve.front import Front
 from kvferry.serve.gateway import FrontInfo
 
@@ -60,11 +59,7 @@ async def cluster(policies: Sequence[str], prefills: int, decodes: int) -> Async
     config = Config(
         prefill=PrefillSettings(instances=prefills, pool_pages=256), decode=DecodeSettings(instances=decodes)
     )
-    ray.init(
-        address="local", num_cpus=max(2, os.cpu_count() or 2), include_dashboard=False, log_to_driver=False,
-        logging_level=logging.ERROR,
-    )  # fmt: skip
-    try:
+    with local_ray():
         numbers = {"prefill": prefills, "decode": decodes}
         names = [(role, f"{role}-{i}") for role, number in numbers.items() for i in range(number)]
         registry = _start("registry", REGISTRY, config)
@@ -78,8 +73,6 @@ async def cluster(policies: Sequence[str], prefills: int, decodes: int) -> Async
                 await _linked(router, len(instances))
             await registry.call.remote("want", numbers, [name for _, name in names])
         yield routers
-    finally:
-        ray.shutdown()
 
 
 def _start(role: str, name: str, config: Config) -> Any:
@@ -103,19 +96,7 @@ async def ttfts_s(router: Any, prompts: Sequence[int], arrivals_s: Sequence[floa
         network, OneRouter(router), lambda _: (), clock, random, FrontInfo("smollm2-135m"), FrontMetrics()
     )  # fmt: skip
     await front.start()
-    began_s = clock.now_s()
-
-    async def ask(tokens: int, at_s: float) -> float:
-        await clock.sleep(began_s + at_s - clock.now_s())
-        live = front.open(tuple(range(100, 100 + tokens)), Sampling(max_tokens=max_tokens, ignore_eos=True))
-        taken = await live.take()
-        first_s = clock.now_s() - began_s - at_s
-        while not taken[-1].finish_reason:
-            taken = await live.take()
-        front.close_request(live)
-        return first_s
-
     try:
-        return list(await asyncio.gather(*(ask(n, at_s) for n, at_s in zip(prompts, arrivals_s, strict=True))))
+        return await first_tokens_s(front, clock, prompts, arrivals_s, max_tokens)
     finally:
         await front.close()

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from clients import first_tokens_s
+
 from kvferry.actors.settings import DecodeSettings, LinkSettings, PrefillSettings, RouterSettings
 from kvferry.cluster.config import Config
 from kvferry.cluster.roles import load_engine
@@ -176,16 +178,4 @@ async def _measured(
             FrontMetrics(),
         )  # fmt: skip
         await front.start()
-        began_s = clock.now_s()
-
-        async def ask(tokens: int, at_s: float) -> float:
-            await clock.sleep(began_s + at_s - clock.now_s())
-            live = front.open(tuple(range(tokens)), Sampling(max_tokens=max_tokens))
-            taken = await live.take()
-            first_s = clock.now_s() - began_s - at_s
-            while not taken[-1].finish_reason:
-                taken = await live.take()
-            front.close_request(live)
-            return first_s
-
-        return list(await asyncio.gather(*(ask(n, at_s) for n, at_s in zip(prompts, arrivals_s, strict=True))))
+        return await first_tokens_s(front, clock, prompts, arrivals_s, max_tokens)

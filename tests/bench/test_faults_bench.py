@@ -2,29 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from collections.abc import Iterator
-from pathlib import Path
-from types import ModuleType
-
+import faults
 import pytest
-
-BENCH = Path(__file__).parents[2] / "bench"
-
-
-@pytest.fixture
-def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The script as a module; it imports its neighbours by their bare names."""
-    monkeypatch.syspath_prepend(str(BENCH))
-    spec = importlib.util.spec_from_file_location("faults", BENCH / "faults.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "faults", module)
-    spec.loader.exec_module(module)
-    yield module
-    for name in ("report", "serving"):
-        sys.modules.pop(name, None)
 
 
 @pytest.mark.parametrize(
@@ -42,12 +21,12 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         ([], "", "", "HTTP 503", "lost"),
     ],
 )
-def test_the_judge(faults: ModuleType, ids: list[int], text: str, finish: str, error: str, verdict: str) -> None:
+def test_the_judge(ids: list[int], text: str, finish: str, error: str, verdict: str) -> None:
     right = faults.Answer([7, 8, 9], [0.5, 0.0009, 0.0011], "abc", "length")
     assert faults.judge(faults.Answer(ids, [], text, finish, error), right) == verdict
 
 
-def test_an_event_becomes_ids_gaps_and_text(faults: ModuleType) -> None:
+def test_an_event_becomes_ids_gaps_and_text() -> None:
     answer = faults.Answer()
     best = [{"a": -0.25, "b": -1.75, "c": -9.0}, {"a": -0.5, "d": -0.5}]
     choice = {"text": "xy", "token_ids": [4, 2], "finish_reason": None, "logprobs": {"top_logprobs": best}}
