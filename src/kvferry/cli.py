@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
@@ -22,6 +20,7 @@ from rich.live import Live
 from kvferry import __version__
 from kvferry.obs.show import as_numbers, pools_move, show_pools, show_room, show_status, way_back
 from kvferry.protocol.errors import KVFerryError
+from kvferry.serve.remote import ServerFailed, answer_of, ask, client, get
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 FOLLOW_S = 0.3
@@ -38,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run: Callable[[argparse.Namespace], int] = args.run
     try:
         return run(args)
-    except (CommandFailed, KVFerryError) as error:
+    except (CommandFailed, ServerFailed, KVFerryError) as error:
         print(f"kvferry: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:
@@ -149,7 +148,7 @@ def run_ask(args: argparse.Namespace) -> int:
         if not args.json:
             print(text, end="", flush=True)
 
-    answer = _ask_unified(args, body, show) if args.unified else _ask_server(args, body, show)
+    answer = _ask_unified(args, body, show) if args.unified else ask(args.url, body, show)
     if args.json:
         _print_json(answer)
         return 0
@@ -165,7 +164,7 @@ def run_ask(args: argparse.Namespace) -> int:
 
 
 def run_status(args: argparse.Namespace) -> int:
-    status = _get(args.url, "/status")
+    status = get(args.url, "/status")
     if args.json:
         _print_json(status)
     else:
@@ -174,7 +173,7 @@ def run_status(args: argparse.Namespace) -> int:
 
 
 def run_room(args: argparse.Namespace) -> int:
-    journal = _get(args.url, f"/rooms/{httpx.URL(path='/' + args.room).raw_path.decode()[1:]}")
+    journal = get(args.url, f"/rooms/{httpx.URL(path='/' + args.room).raw_path.decode()[1:]}")
     if args.json:
         _print_json(journal)
     else:
@@ -185,9 +184,9 @@ def run_room(args: argparse.Namespace) -> int:
 def run_scale(args: argparse.Namespace) -> int:
     """Exit code 0 when the numbers are met (with --no-wait: asked for)."""
     numbers = dict(map(_number, args.numbers))
-    with _client(args.url) as client:
-        answer = client.post("/scale", json=numbers) if numbers else client.get("/scale")
-    progress = _object(answer)
+    with client(args.url) as http:
+        answer = http.post("/scale", json=numbers) if numbers else http.get("/scale")
+    progress = answer_of(answer)
     if numbers and not args.no_wait:
         progress = _follow(args, progress)
     elif not args.json:
@@ -228,47 +227,12 @@ def _ask_unified(args: argparse.Namespace, body: dict[str, Any], show: Callable[
     """Both roles in this process. The body passes the same checks as over HTTP."""
     from kvferry.cluster.config import load
     from kvferry.serve.schemas import parse_chat
-    from kvferry.serve.unified import ask
+    from kvferry.serve.unified import ask as ask_here
 
     config = load(None, {"model.model": args.model})
     chat = parse_chat(json.dumps(body | {"model": config.served_name()}).encode())
-    answer: dict[str, Any] = ask(config, chat, show)
+    answer: dict[str, Any] = ask_here(config, chat, show)
     return answer
-
-
-def _ask_server(args: argparse.Namespace, body: dict[str, Any], show: Callable[[str], None]) -> dict[str, Any]:
-    if "model" not in body:
-        body["model"] = _get(args.url, "/v1/models")["data"][0]["id"]
-    body |= {"stream": True, "stream_options": {"include_usage": True}}
-    answer: dict[str, Any] = {"id": "", "model": body["model"], "room": None, "text": "", "finish_reason": None}
-    with _client(args.url) as client, client.stream("POST", "/v1/chat/completions", json=body) as response:
-        if response.status_code != 200:
-            response.read()
-            raise CommandFailed(_error_text(response))
-        answer["room"] = response.headers.get("x-kvferry-room")
-        for chunk in _events(response):
-            answer["id"] = chunk["id"]
-            if chunk.get("usage"):
-                answer["usage"] = chunk["usage"]
-            for choice in chunk["choices"]:
-                text = choice["delta"].get("content") or ""
-                show(text)
-                answer["text"] += text
-                answer["finish_reason"] = choice["finish_reason"] or answer["finish_reason"]
-    return answer
-
-
-def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
-    """The chunks up to [DONE]. Raises CommandFailed for an error event, or when the stream ends without one."""
-    for line in response.iter_lines():
-        if line == "data: [DONE]":
-            return
-        if line.startswith("data: "):
-            chunk: dict[str, Any] = json.loads(line.removeprefix("data: "))
-            if "error" in chunk:
-                raise CommandFailed(chunk["error"]["message"])
-            yield chunk
-    raise CommandFailed("the answer ended before its end")
 
 
 # --- Scaling ---------------------------------------------------------------------------------------------------
@@ -291,8 +255,8 @@ def _follow(args: argparse.Namespace, progress: dict[str, Any]) -> dict[str, Any
         while not progress["done"]:
             time.sleep(FOLLOW_S)
             try:
-                progress = _get(args.url, "/scale")
-            except CommandFailed:
+                progress = get(args.url, "/scale")
+            except ServerFailed:
                 if time.monotonic() - heard_s > PATIENCE_S:
                     raise
                 continue
@@ -305,52 +269,6 @@ def _follow(args: argparse.Namespace, progress: dict[str, Any]) -> dict[str, Any
             elif heard_s - moved_s >= args.placement_timeout:
                 raise CommandFailed(f"{'; '.join(progress['missing'])}. It stays asked for; {way_back(progress)}")
     return progress
-
-
-# --- HTTP ------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _client(url: str) -> Iterator[httpx.Client]:
-    """No read timeout: the server's own clocks end a request. Transport errors become CommandFailed.
-
-    An API key comes from the environment: on the command line everybody on the machine could read it.
-    """
-    headers = {}
-    if key := os.environ.get("KVFERRY_API_KEY", "").strip():
-        if not (key.isascii() and key.isprintable()):
-            raise CommandFailed("KVFERRY_API_KEY has characters that no API key has")
-        headers["authorization"] = f"Bearer {key}"
-    try:
-        with httpx.Client(base_url=url, timeout=httpx.Timeout(None, connect=5.0), headers=headers) as client:
-            yield client
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        reason = str(error) or type(error).__name__
-        raise CommandFailed(f"{url} can't be reached: {reason}; is `kvferry serve` running?") from None
-
-
-def _get(url: str, path: str) -> dict[str, Any]:
-    with _client(url) as client:
-        response = client.get(path)
-    return _object(response)
-
-
-def _object(response: httpx.Response) -> dict[str, Any]:
-    if not response.is_success:
-        raise CommandFailed(_error_text(response))
-    try:
-        answer: dict[str, Any] = response.json()
-    except ValueError:
-        raise CommandFailed(f"{response.url} did not answer with JSON; is it a KVFerry server?") from None
-    return answer
-
-
-def _error_text(response: httpx.Response) -> str:
-    try:
-        message: str = response.json()["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        return f"{response.request.url} answered {response.status_code}"
-    return f"{message} (HTTP {response.status_code})"
 
 
 def _print_json(value: object) -> None:
