@@ -12,17 +12,18 @@ from typing import Any
 
 import msgspec
 import ray
-from control_station import Meter, Station
+from control_parts import LAYOUT
+from control_station import Meter, Sink, Station, process_meter
 
 from kvferry.actors.outbox import TokenOutbox
-from kvferry.actors.ports import LostReason, Network
+from kvferry.actors.ports import Network
 from kvferry.cluster.client import RayBackend
 from kvferry.cluster.clock import SystemClock, SystemRandom
 from kvferry.cluster.config import Config
 from kvferry.engine.contract import Emission
 from kvferry.obs.metrics import FrontMetrics
 from kvferry.protocol.address import Address
-from kvferry.protocol.messages import Message, Roster, Token
+from kvferry.protocol.messages import Roster, Token
 from kvferry.protocol.outcome import Outcome
 from kvferry.protocol.rank import RankInfo
 from kvferry.protocol.request import RequestSpec
@@ -46,7 +47,7 @@ class Streaming:
     spec: RequestSpec
 
 
-class Pump(Station):
+class Pump(Station, Sink):
     """Stands for router and decode: takes the front's call, and sends a token of every stream at each step, with
     decode's own outbox and links. Nothing else runs in its process."""
 
@@ -58,13 +59,6 @@ class Pump(Station):
         self._links: Network = await self.network("decode-0")
         await self._links.start(self)
         self._outbox = TokenOutbox(self._links, "decode")
-
-    def on_link_up(self, peer: Address) -> None: ...
-    def on_link_lost(self, peer: Address, reason: LostReason) -> None: ...
-    def on_exited(self, peer: Address) -> None: ...
-
-    def on_message(self, peer: Address, message: Message) -> bool:
-        return True
 
     async def submit(self, spec: RequestSpec, attempt: int) -> Outcome:
         self._links.dial(spec.front)
@@ -100,8 +94,6 @@ class Generators:
             yield msgspec.msgpack.encode(Token(request, 0, 1, index, 7, TEXT, "length" if index == count - 1 else ""))
 
     async def meter(self) -> Meter:
-        from control_station import process_meter
-
         return process_meter()
 
 
@@ -116,8 +108,6 @@ class PumpBackend:
         return outcome
 
     async def roster(self) -> Roster:
-        from control_parts import LAYOUT
-
         nobody = Address("", "", 0, "", 0)
         ranks = tuple(
             RankInfo(role, role, nobody, LAYOUT, max_prompt_tokens=8192, max_total_tokens=8192)
@@ -148,13 +138,12 @@ class Ids:
 
 
 class FrontStation(Station):
-    """The production front and its chat route, called as an ASGI server calls it; what it sends is counted and thrown
+    """The production front and its chat route, called as an ASGI server calls it; what it sends is checked and thrown
     away. With a `pump` its calls go there, without one to the router and the registry of the cluster."""
 
     def __init__(self, carrier: str, pump: Any = None) -> None:
         super().__init__(carrier, [])
         self._pump = pump
-        self.sent_bytes = 0
 
     async def start(self) -> None:
         network = await self.network("front")
@@ -200,7 +189,6 @@ class FrontStation(Station):
             status = message.get("status", status)
             data = message.get("body", b"")
             content += data.count(b'"content":"') - data.count(b'"content":""')
-            self.sent_bytes += len(data)
 
         await self._route(scope, receive, send)  # type: ignore[arg-type]
         assert (status, content) == (200, max_tokens), (status, content, max_tokens)
@@ -217,7 +205,7 @@ class FrontStation(Station):
         seen = 0
         async for reference in items:
             token = msgspec.msgpack.decode(await reference, type=Token)
-            self.sent_bytes += len(writer.tokens(0, [token]))
+            writer.tokens(0, [token])
             seen += 1
         assert seen == tokens
 
