@@ -22,7 +22,7 @@ TokenIds = tuple[int, ...] | msgspec.UnsetType
 
 
 class PromptDetails(msgspec.Struct, frozen=True):
-    """`cached_tokens`: 0 as long as there is no prefix cache to take any from, as in the pools' `cached` pages."""
+    """`cached_tokens`: 0 as long as there is no prefix cache to take any from."""
 
     cached_tokens: int = 0
 
