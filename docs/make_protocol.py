@@ -69,7 +69,7 @@ def receiver_kvpolls() -> str:
         machine.transferring = True
 
     def make() -> ReceiverMachine:
-        return ReceiverMachine(frozenset({0}))
+        return ReceiverMachine({0: 1})
 
     return _leg_kvpolls(ReceiverState, make, transferring, "once prefill has computed a chunk or a notification is in")
 

@@ -18,7 +18,6 @@ from kvferry.actors.settings import DecodeSettings
 from kvferry.engine.contract import Drawn, Sequence, StepPlan, StepResult
 from kvferry.engine.history import Past
 from kvferry.memory.admission import pages_needed, refusal
-from kvferry.memory.proof import Drained as DrainedProof
 from kvferry.memory.proof import Quiescent, Stepped
 from kvferry.protocol import receiver
 from kvferry.protocol.address import Address
@@ -43,8 +42,6 @@ from kvferry.protocol.messages import (
 from kvferry.protocol.metadata import decode_notification
 from kvferry.protocol.receiver import ReceiverEvent, ReceiverMachine, ReceiverState
 from kvferry.transfer.contract import encode_descriptor
-
-REQUIRED_ACKS = frozenset({RANK})
 
 logger = logging.getLogger("kvferry.decode")
 
@@ -103,7 +100,10 @@ class Decode(Leader[DecodeRoom]):
         if cause is not None:
             return self.refuse_open(router, message.room, cause)
         record = self.new_room(router, message, message.prefill)
-        machine, text = ReceiverMachine(REQUIRED_ACKS), self.texts.stream(spec.sampling, spec.frozen_ids)
+        machine, text = (
+            ReceiverMachine({RANK: message.prefill.incarnation}),
+            self.texts.stream(spec.sampling, spec.frozen_ids),
+        )
         room = self.ROOM(**record, machine=machine, text=text, past=Past(spec), generated=len(spec.frozen_ids))
         return self.take_in(room)
 
@@ -163,10 +163,15 @@ class Decode(Leader[DecodeRoom]):
 
     def peer_exited(self, peer: Address) -> None:
         """The end of the writer is proof only where a transport says so (design §5)."""
-        event = ReceiverEvent.PREFILL_EXITED if self.endpoint.proofs.exited else ReceiverEvent.PREFILL_LOST
         for room in self.leg_rooms():
-            if room.peer.incarnation == peer.incarnation:
-                self.fail(room, event, f"process {peer.pid} of {peer.name} has ended", peer.name)
+            if peer.incarnation not in room.machine.writers.values():
+                continue
+            text, state = f"process {peer.pid} of {peer.name} has ended", room.machine.state.name
+            cause = self.cause(room, "peer_lost", text, state, peer.name)
+            if self.endpoint.proofs.exited:
+                self.act(room, room.machine.writer_exited(peer.incarnation, cause))
+            else:
+                self.act(room, room.machine.handle(ReceiverEvent.PREFILL_LOST, cause))
 
     # --- admission, receiving, commit ---
 
@@ -180,9 +185,9 @@ class Decode(Leader[DecodeRoom]):
         pages = room.holding.pages[: pages_needed(room.prompt_tokens, self.page_size)]
         descriptor = self.endpoint.descriptor()
         destination = Destination(
-            room.room, pages, 0, room.holding.rows[0], self._agent, descriptor.generation, tuple(REQUIRED_ACKS)
+            room.room, pages, 0, room.holding.rows[0], self._agent, descriptor.generation, tuple(room.machine.writers)
         )
-        self.ledger.lease(room.holding, REQUIRED_ACKS, writer=room.peer.incarnation)
+        self.ledger.lease(room.holding, room.machine.writers)
         self._expect(room, True)
         room.clocks.wait(Wait.PREFILL, self.clock.now_s())
         self.tell_room(room, Admitted(room.room, len(room.holding.pages)))
@@ -208,7 +213,7 @@ class Decode(Leader[DecodeRoom]):
 
     def _commit(self, room: DecodeRoom) -> None:
         assert room.holding is not None
-        self.ledger.end_lease(room.holding, DrainedProof(frozenset(room.machine.acks)))
+        self.ledger.end_lease(room.holding, room.quiet)
         self._expect(room, False)
         room.clocks.stop()
         self.tell_room(room, Committed(room.room))

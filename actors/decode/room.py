@@ -8,7 +8,7 @@ from kvferry.actors.leg_room import LegRoom
 from kvferry.engine.contract import TextStream
 from kvferry.engine.history import Past
 from kvferry.memory.admission import Claim
-from kvferry.memory.proof import Drained, Exited, NeverGiven
+from kvferry.memory.proof import NeverGiven, Quiet
 from kvferry.protocol.receiver import ReceiverMachine
 
 
@@ -34,8 +34,11 @@ class DecodeRoom(LegRoom):
         return len(self.spec.prompt_ids) + self.spec.sampling.max_tokens
 
     @property
-    def peer_proof(self) -> NeverGiven | Drained | Exited:
-        """Why prefill no longer writes to the pages, as the machine knows it; the ledger checks it."""
-        if self.machine.drained:
-            return Drained(frozenset(self.machine.acks))
-        return Exited(self.peer.incarnation) if self.machine.exited else NeverGiven()
+    def quiet(self) -> Quiet:
+        """What the machine knows of those that write to the pages; the ledger checks it."""
+        machine = self.machine
+        return Quiet(frozenset(machine.acks), frozenset(machine.exited), frozenset(machine.revoked))
+
+    @property
+    def peer_proof(self) -> NeverGiven | Quiet:
+        return self.quiet if self.holding is not None and self.holding.was_given else NeverGiven()

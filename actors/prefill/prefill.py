@@ -16,8 +16,7 @@ from kvferry.actors.prefill.siblings import Siblings
 from kvferry.actors.settings import PrefillSettings
 from kvferry.engine.contract import StepPlan, StepResult
 from kvferry.memory.admission import pages_needed
-from kvferry.memory.proof import Drained as DrainedProof
-from kvferry.memory.proof import NeverGiven, Quiescent, Stepped
+from kvferry.memory.proof import NeverGiven, Quiescent, Quiet, Stepped
 from kvferry.protocol import sender
 from kvferry.protocol.address import Address
 from kvferry.protocol.clocks import Wait
@@ -230,7 +229,7 @@ class Prefill(Leader[PrefillRoom]):
         if len(write.spans) == 0:
             return
         if room.holding.lease is None:
-            self.ledger.lease(room.holding, (RANK,), writer=0)
+            self.ledger.lease(room.holding, {RANK: 0})
         room.machine.write_posted()
         if last:
             room.clocks.wait(Wait.TRANSFER, self.clock.now_s())
@@ -290,7 +289,7 @@ class Prefill(Leader[PrefillRoom]):
         holding = room.holding
         if holding is None:
             return
-        peers = NeverGiven() if holding.lease is None else DrainedProof(frozenset({RANK}))
+        peers = NeverGiven() if holding.lease is None else Quiet(drained=frozenset({RANK}))
         self.ledger.release(holding, Quiescent(holding.id, Stepped(self.forward.done), peers))
         room.holding = None
 

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from kvferry.memory.admission import Admission, Claim, Phase, by_age
 from kvferry.memory.ledger import PageLedger
-from kvferry.memory.proof import Drained, NeverGiven, Quiescent, Stepped
+from kvferry.memory.proof import NeverGiven, Quiescent, Quiet, Stepped
 from kvferry.protocol.errors import LedgerError
 
-ACKS = frozenset({0})
+ACKS = frozenset({0})  # rank 0, of process 7
 FOREVER = 3000  # ticks; the longest of the right runs takes some hundreds
 Draw = Callable[[int, int], int]  # a number from .. to, both included
 
@@ -110,7 +110,7 @@ class World:
             assert all(by_age(claim) < by_age(other) for other in self.admission.waiting), "an older one waits"
             assert len(self.admission.receiving) + len(self.admission.running) <= self.made.max_running
             if claim.phase is Phase.RECEIVING:
-                self.ledger.lease(claim.holding, ACKS, writer=7)
+                self.ledger.lease(claim.holding, {0: 7})
             request = self.by_key[claim.key]
             request.ends = self.tick + request.transfer
             self.tables[claim.key] = claim
@@ -128,7 +128,7 @@ class World:
                 self.ledger.quarantine(claim.holding)
                 request.claim = None
                 continue
-            self.ledger.end_lease(claim.holding, Drained(ACKS))
+            self.ledger.end_lease(claim.holding, Quiet(ACKS))
             self.admission.commit(claim)
             self.token(claim)
 
@@ -167,7 +167,7 @@ class World:
 
     def release(self, claim: Claim) -> None:
         assert claim.holding is not None
-        proof = Drained(ACKS) if claim.holding.was_given else NeverGiven()
+        proof = Quiet(ACKS) if claim.holding.was_given else NeverGiven()
         self.ledger.release(claim.holding, Quiescent(claim.holding.id, Stepped(self.tick), proof))
         del self.tables[claim.key]
 

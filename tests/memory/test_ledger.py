@@ -8,12 +8,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvferry.memory.ledger import Holding, PageCounts, PageLedger
-from kvferry.memory.proof import Drained, Exited, NeverGiven, Quiescent, Stepped
+from kvferry.memory.proof import NeverGiven, Quiescent, Quiet, Stepped
 from kvferry.protocol.errors import LedgerError
 
-WRITER, STRANGER = 0xAB, 0xCD
+FIRST, SECOND, STRANGER = 0xAB, 0xAC, 0xCD
+WRITERS = {0: FIRST, 1: SECOND}
+OURSELVES = {0: 0, 1: 0}
 ACKS = frozenset({0, 1})
-Peers = NeverGiven | Drained | Exited
+Peers = NeverGiven | Quiet
 
 
 def held(kind: str) -> tuple[PageLedger, Holding]:
@@ -23,30 +25,42 @@ def held(kind: str) -> tuple[PageLedger, Holding]:
     assert holding is not None
     ledger.name_in_step(holding, 7)
     if kind == "writes leased":
-        ledger.lease(holding, ACKS, WRITER)
+        ledger.lease(holding, WRITERS)
     if kind == "reads leased":
-        ledger.lease(holding, ACKS, writer=0)
+        ledger.lease(holding, OURSELVES)
     if kind == "was leased":
-        ledger.lease(holding, ACKS, WRITER)
-        ledger.end_lease(holding, Drained(ACKS))
+        ledger.lease(holding, WRITERS)
+        ledger.end_lease(holding, Quiet(ACKS))
     return ledger, holding
+
+
+def gone(*incarnations: int) -> frozenset[int]:
+    return frozenset(incarnations)
 
 
 PROOFS: dict[str, Peers] = {
     "never": NeverGiven(),
-    "all drained": Drained(ACKS),
-    "more drained": Drained(ACKS | {5}),
-    "some drained": Drained(frozenset({1})),
-    "none drained": Drained(frozenset()),
-    "writer exited": Exited(WRITER),
-    "stranger exited": Exited(STRANGER),
-    "nobody exited": Exited(0),
+    "all drained": Quiet(ACKS),
+    "more drained": Quiet(ACKS | {5}),
+    "some drained": Quiet(gone(1)),
+    "nobody is quiet": Quiet(),
+    "all exited": Quiet(exited=gone(FIRST, SECOND)),
+    "all revoked": Quiet(revoked=gone(FIRST, SECOND)),
+    "one exited": Quiet(exited=gone(FIRST)),
+    "one revoked": Quiet(revoked=gone(SECOND)),
+    "one drained, the other exited": Quiet(gone(1), exited=gone(FIRST)),
+    "one drained, the same exited": Quiet(gone(0), exited=gone(FIRST)),
+    "one exited, the other revoked": Quiet(exited=gone(FIRST), revoked=gone(SECOND)),
+    "strangers exited": Quiet(exited=gone(STRANGER), revoked=gone(STRANGER)),
+    "nobody exited": Quiet(exited=gone(0), revoked=gone(0)),
 }
+DRAINED = {"all drained", "more drained"}
 #: The proofs that free a holding of each kind; every other one is refused.
 FREES = {
     "owned": set(PROOFS),  # no peer has ever had it: there is nothing to prove about peers
-    "writes leased": {"all drained", "more drained", "writer exited"},
-    "reads leased": {"all drained", "more drained"},  # the end of a process proves nothing about our own reads
+    "writes leased": DRAINED
+    | {"all exited", "all revoked", "one drained, the other exited", "one exited, the other revoked"},
+    "reads leased": DRAINED,  # the end of a process proves nothing about our own reads
     "was leased": set(PROOFS) - {"never"},  # the lease has ended on proof; but it was given away
 }
 
@@ -77,12 +91,12 @@ def test_a_proof_frees_what_it_covers_and_nothing_else(kind: str, proof: str, qu
 def test_a_forward_that_may_still_run_holds_the_pages(kind: str) -> None:
     ledger, holding = held(kind)
     with pytest.raises(LedgerError, match="forward 7 names the pages, and only 6 is done"):
-        ledger.release(holding, Quiescent(holding.id, Stepped(6), Drained(ACKS)))
+        ledger.release(holding, Quiescent(holding.id, Stepped(6), Quiet(ACKS)))
     ledger.name_in_step(holding, 9)
     ledger.name_in_step(holding, 8)  # the latest counts
     with pytest.raises(LedgerError, match="forward 9"):
-        ledger.release(holding, Quiescent(holding.id, Stepped(8), Drained(ACKS)))
-    ledger.release(holding, Quiescent(holding.id, Stepped(9), Drained(ACKS)))
+        ledger.release(holding, Quiescent(holding.id, Stepped(8), Quiet(ACKS)))
+    ledger.release(holding, Quiescent(holding.id, Stepped(9), Quiet(ACKS)))
 
 
 def test_a_proof_is_about_one_holding() -> None:
@@ -99,18 +113,32 @@ def test_a_proof_is_about_one_holding() -> None:
 def test_a_lease_ends_when_every_required_rank_has_acked(acks: set[int], ends: bool) -> None:
     ledger, holding = held("writes leased")
     if ends:
-        ledger.end_lease(holding, Drained(frozenset(acks)))
+        ledger.end_lease(holding, Quiet(frozenset(acks)))
         assert (ledger.counts().owned, ledger.counts().leased) == (3, 0)
     else:
-        with pytest.raises(LedgerError, match="have not drained"):
-            ledger.end_lease(holding, Drained(frozenset(acks)))
+        with pytest.raises(LedgerError, match="may still write"):
+            ledger.end_lease(holding, Quiet(frozenset(acks)))
         assert (ledger.counts().owned, ledger.counts().leased) == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("proof", "names"),
+    [
+        (Quiet(ACKS), "drained"),
+        (Quiet(exited=gone(FIRST, SECOND)), "exited"),
+        (Quiet(gone(0), revoked=gone(SECOND, STRANGER)), "drained and revoked"),
+        (Quiet(gone(1), exited=gone(FIRST), revoked=gone(FIRST)), "drained and exited"),
+        (Quiet(gone(5)), ""),
+    ],
+)
+def test_a_journal_can_name_the_proof(proof: Quiet, names: str) -> None:
+    assert proof.names(WRITERS) == names
 
 
 def test_the_state_of_a_page_is_the_first_that_fits() -> None:
     ledger, holding = held("owned")
     assert ledger.counts() == PageCounts(8, 5, 3, 0, 0, 0)
-    ledger.lease(holding, ACKS, WRITER)
+    ledger.lease(holding, WRITERS)
     assert ledger.counts() == PageCounts(8, 5, 0, 3, 0, 0)
     ledger.quarantine(holding)
     assert ledger.counts() == PageCounts(8, 5, 0, 0, 0, 3)
@@ -157,14 +185,14 @@ def test_what_a_peer_may_write_to_does_not_grow() -> None:
 def test_what_is_over_or_double_is_refused() -> None:
     ledger, holding = held("writes leased")
     with pytest.raises(LedgerError, match="leased already"):
-        ledger.lease(holding, ACKS, WRITER)
-    ledger.release(holding, Quiescent(holding.id, Stepped(7), Exited(WRITER)))
+        ledger.lease(holding, WRITERS)
+    ledger.release(holding, Quiescent(holding.id, Stepped(7), Quiet(exited=gone(FIRST, SECOND))))
     for late in (
-        lambda: ledger.lease(holding, ACKS, WRITER),
+        lambda: ledger.lease(holding, WRITERS),
         lambda: ledger.quarantine(holding),
         lambda: ledger.name_in_step(holding, 8),
         lambda: ledger.extend(holding, 1),
-        lambda: ledger.end_lease(holding, Drained(ACKS)),
+        lambda: ledger.end_lease(holding, Quiet(ACKS)),
     ):
         with pytest.raises(LedgerError, match="has been released"):
             late()
@@ -244,7 +272,7 @@ class Conservation(RuleBasedStateMachine):
     def lease(self, data: st.DataObject) -> None:
         room = self.pick(data)
         if self.kinds[room] == "owned":
-            self.ledger.lease(self.rooms[room], ACKS, WRITER)
+            self.ledger.lease(self.rooms[room], WRITERS)
             self.kinds[room] = "writes leased"
 
     @precondition(lambda self: self.rooms)
@@ -252,7 +280,7 @@ class Conservation(RuleBasedStateMachine):
     def end_lease(self, data: st.DataObject) -> None:
         room = self.pick(data)
         if self.kinds[room] == "writes leased":
-            self.ledger.end_lease(self.rooms[room], Drained(ACKS))
+            self.ledger.end_lease(self.rooms[room], Quiet(ACKS))
             self.kinds[room] = "was leased"
 
     @precondition(lambda self: self.rooms)

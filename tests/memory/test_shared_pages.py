@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvferry.memory.ledger import Holding, PageCounts, PageLedger
-from kvferry.memory.proof import Drained, NeverGiven, Quiescent, Stepped
+from kvferry.memory.proof import NeverGiven, Quiescent, Quiet, Stepped
 from kvferry.protocol.errors import LedgerError
 
 
@@ -30,7 +30,7 @@ def test_a_page_is_in_one_state_the_first_that_fits_among_its_holders() -> None:
     ledger, first, second, kept = shared()
     tables = {100: first.pages, 101: second.pages, 900: kept.pages}
     assert ledger.audit(tables) == PageCounts(8, 4, 4, 0, 0, 0)
-    ledger.lease(second, {0}, writer=0)
+    ledger.lease(second, {0: 0})
     assert ledger.audit(tables) == PageCounts(8, 4, 1, 3, 0, 0)  # 2 is owned; 0, 1 and 3 are read by a peer
     ledger.quarantine(first)
     assert ledger.audit(tables) == PageCounts(8, 4, 0, 1, 0, 3)
@@ -50,15 +50,15 @@ def test_a_page_is_free_when_its_last_holding_is_gone() -> None:
 def test_each_holding_needs_its_own_proof() -> None:
     ledger, first, second, kept = shared()
     ledger.name_in_step(second, 9)
-    ledger.lease(second, {0}, writer=0)
+    ledger.lease(second, {0: 0})
     release(ledger, first)
     release(ledger, kept)
     with pytest.raises(LedgerError, match="forward 9"):
-        ledger.release(second, Quiescent(second.id, Stepped(8), Drained(frozenset({0}))))
+        ledger.release(second, Quiescent(second.id, Stepped(8), Quiet(frozenset({0}))))
     with pytest.raises(LedgerError, match="are leased"):
         release(ledger, second, step=9)
     assert ledger.free == 5
-    ledger.release(second, Quiescent(second.id, Stepped(9), Drained(frozenset({0}))))
+    ledger.release(second, Quiescent(second.id, Stepped(9), Quiet(frozenset({0}))))
     assert ledger.free == 8
 
 

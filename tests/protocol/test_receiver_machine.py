@@ -30,8 +30,9 @@ from kvferry.protocol.receiver import (
 
 V, S = ReceiverEvent, ReceiverState
 WHY = Cause("handoff_failed", "the test says so")
+PROCESSES = (0xA0, 0xA1, 0xA2)  # the incarnation of each rank
 TOLD = (V.ABORT, V.ABORT_RUNNING, V.ROOM_LOST)
-FOUND = (V.STOP, V.FRONT_LOST, V.EXPIRED, V.FAIL, V.PREFILL_LOST, V.PREFILL_EXITED)
+FOUND = (V.STOP, V.FRONT_LOST, V.EXPIRED, V.FAIL, V.PREFILL_LOST, V.PREFILL_EXITED, V.REVOKED)
 
 
 class Driver:
@@ -39,9 +40,9 @@ class Driver:
 
     def __init__(self, ranks: int = 1) -> None:
         self.ranks = frozenset(range(ranks))
-        self.machine = ReceiverMachine(self.ranks)
+        self.machine = ReceiverMachine({rank: PROCESSES[rank] for rank in self.ranks})
         self.acked: set[int] = set()
-        self.exited = False
+        self.gone: set[int] = set()  # ranks whose process has ended, or whose way here has
         self.unknown = False
         self.running = False  # a forward names the pages
         self.log: list[ReceiverCommand] = []
@@ -57,7 +58,7 @@ class Driver:
                 assert not self.failed and HandOut() in self.log and self.acked >= self.ranks
             if command == Release():
                 assert not self.running
-                proven = HandOut() not in self.log or self.acked >= self.ranks or self.exited or self.unknown
+                proven = HandOut() not in self.log or self.acked | self.gone >= self.ranks or self.unknown
                 assert proven, "released without proof"
 
     @property
@@ -69,12 +70,22 @@ class Driver:
         return any(isinstance(command, Report | AbortWriter | Quarantine) for command in self.log)
 
     def handle(self, event: ReceiverEvent) -> None:
-        if self.over:
+        if event in (V.PREFILL_EXITED, V.REVOKED):
+            for rank in sorted(self.ranks):
+                self.ends(rank, event)
+        if self.over or event in (V.PREFILL_EXITED, V.REVOKED):
             return
-        self.exited |= event is V.PREFILL_EXITED
         self.unknown |= event is V.UNKNOWN
         cause = WHY if event in (*TOLD, *FOUND, V.UNKNOWN, V.CHECK_FAILED) else None
         self.take(self.machine.kvpoll, self.machine.handle(event, cause))
+
+    def ends(self, rank: int, event: ReceiverEvent) -> None:
+        """The process of one rank, or its way here."""
+        if self.over:
+            return
+        self.gone.add(rank)
+        ends = self.machine.writer_exited if event is V.PREFILL_EXITED else self.machine.writer_revoked
+        self.take(self.machine.kvpoll, ends(PROCESSES[rank], WHY))
 
     def admit(self) -> None:
         if self.machine.state is S.QUEUED:
@@ -165,7 +176,7 @@ def test_a_room_that_fails_under_a_living_writer_waits_for_every_ack(event: Rece
     assert driver.over and Commit() not in driver.log and driver.machine.kvpoll is KVPoll.FAILED
 
 
-@pytest.mark.parametrize("proof", [V.PREFILL_EXITED, V.UNKNOWN])
+@pytest.mark.parametrize("proof", [V.PREFILL_EXITED, V.UNKNOWN, V.REVOKED])
 def test_the_writers_end_or_ignorance_is_proof(proof: ReceiverEvent) -> None:
     driver = receiving(2)
     driver.handle(V.PREFILL_LOST)
@@ -174,7 +185,22 @@ def test_the_writers_end_or_ignorance_is_proof(proof: ReceiverEvent) -> None:
     assert driver.over
     at_once = receiving(2)
     at_once.handle(proof)
-    assert at_once.log == [HandOut(), Report(WHY), Quarantine(), Release()]
+    stops = AbortWriter() if proof is V.REVOKED else Quarantine()  # a revoked writer lives, and should stop
+    assert at_once.log == [HandOut(), Report(WHY), stops, Release()]
+
+
+def test_each_rank_needs_a_proof_of_its_own() -> None:
+    """The end of one process says nothing about another one's writes."""
+    driver = receiving(3)
+    driver.ends(1, V.PREFILL_EXITED)
+    driver.ends(1, V.REVOKED)
+    assert driver.machine.state is S.RELEASING and not driver.over
+    driver.drained(0, complete=False)
+    assert not driver.over
+    driver.take(KVPoll.FAILED, driver.machine.writer_exited(0xDEAD, WHY))
+    assert not driver.over, "a stranger's end proves nothing"
+    driver.ends(2, V.REVOKED)
+    assert driver.over
 
 
 def test_a_short_drain_fails_the_room_and_is_its_proof() -> None:
@@ -295,7 +321,7 @@ def test_every_room_is_forgotten_once_its_proof_has_come(acts: list[object], ran
 def test_a_local_illegal_event_raises_and_changes_nothing(
     events: tuple[ReceiverEvent, ...], illegal: tuple[ReceiverEvent, ...]
 ) -> None:
-    machine = ReceiverMachine(frozenset({0}))
+    machine = ReceiverMachine({0: PROCESSES[0]})
     for event in events:
         machine.handle(event)
     for event in illegal:

@@ -68,7 +68,7 @@ def test_a_write_that_no_lease_covers(side: str) -> None:
             leader = system.prefill() if side == "source" else system.decode()
             (room,) = leader.rooms.values()
             assert room.holding is not None and room.holding.lease is not None
-            room.holding.lease = replace(room.holding.lease, writer=4711)
+            room.holding.lease = replace(room.holding.lease, writers={0: 4711})
             await asyncio.sleep(0.25)
             with pytest.raises(Broken, match=f"a write touches pages .* of its {side}, which no lease covers"):
                 watcher.look()

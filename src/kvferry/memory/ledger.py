@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvferry.memory.proof import Drained, Exited, NeverGiven, Quiescent
+from kvferry.memory.proof import NeverGiven, Quiescent, Quiet
 from kvferry.protocol.errors import LedgerError
 
 
@@ -40,13 +40,12 @@ class PageCounts(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Lease:
-    """A peer may write (or read) until each of `required_acks` has drained, or process `writer` has ended.
+    """These ranks may write (or read) until each is known to be quiet (`kvferry.memory.proof.Quiet`).
 
-    `writer` is 0 where the end of a process proves nothing (our own reads).
+    `writers`: rank -> incarnation of its process, 0 for ourselves (our own reads).
     """
 
-    required_acks: frozenset[int]
-    writer: int
+    writers: Mapping[int, int]
 
 
 @dataclass
@@ -136,16 +135,16 @@ class PageLedger:
         self._must_be_live(holding)
         holding.last_step = max(holding.last_step, step)
 
-    def lease(self, holding: Holding, required_acks: Iterable[int], writer: int) -> None:
-        """Hand the pages to peers. From here on they need a peer's proof."""
+    def lease(self, holding: Holding, writers: Mapping[int, int]) -> None:
+        """Hand the pages to peers (rank -> incarnation). From here on they need those peers' proof."""
         self._must_be_live(holding)
         if holding.lease is not None:
             raise LedgerError(f"room {holding.owner}: the pages are leased already")
-        holding.lease = Lease(frozenset(required_acks), writer)
+        holding.lease = Lease(dict(writers))
         holding.was_given = True
 
-    def end_lease(self, holding: Holding, proof: Drained) -> None:
-        """The peers are done with the pages; the owner keeps them. Raises LedgerError without every ack."""
+    def end_lease(self, holding: Holding, proof: Quiet) -> None:
+        """The peers are done with the pages; the owner keeps them. Raises LedgerError while one may not be quiet."""
         self._must_be_live(holding)
         self._check_peers(holding, proof)
         holding.lease = None
@@ -231,22 +230,15 @@ class PageLedger:
             raise LedgerError(f"room {holding.owner}: holding {holding.id} has been released")
 
     @staticmethod
-    def _check_peers(holding: Holding, peers: NeverGiven | Drained | Exited) -> None:
+    def _check_peers(holding: Holding, peers: NeverGiven | Quiet) -> None:
         lease, room = holding.lease, holding.owner
         if lease is None:
             if isinstance(peers, NeverGiven) and holding.was_given:
                 raise LedgerError(f"room {room}: the pages were given away once")
-            return
-        match peers:
-            case NeverGiven():
-                raise LedgerError(f"room {room}: the pages are leased, so they were given away")
-            case Drained(acks) if not acks >= lease.required_acks:
-                missing = sorted(lease.required_acks - acks)
-                raise LedgerError(f"room {room}: ranks {missing} have not drained")
-            case Exited(incarnation) if not lease.writer or incarnation != lease.writer:
-                raise LedgerError(f"room {room}: the end of process {incarnation:016x} says nothing about the writer")
-            case _:
-                return
+        elif isinstance(peers, NeverGiven):
+            raise LedgerError(f"room {room}: the pages are leased, so they were given away")
+        elif missing := peers.missing(lease.writers):
+            raise LedgerError(f"room {room}: ranks {missing} may still write: no ack, and no proof about their process")
 
 
 #: A page's states, the first that fits first.

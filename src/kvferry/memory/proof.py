@@ -1,12 +1,14 @@
 """Proofs that nobody can write to (or read from) a holding's pages any more.
 
-A `Quiescent` is about one holding. It has two halves: about our own forwards (*stepped*) and about the peers
-(*never given away*, *drained* or *exited*). The ledger checks both against what it knows of the holding, so a
-proof that is merely asserted is refused.
+A `Quiescent` is about one holding. It has two halves: about our own forwards (*stepped*) and about the peers, who were
+either *never given* the pages, or are quiet rank by rank: each has *drained*, or its process has *exited*, or the agent
+that it wrote through was *revoked*. The ledger checks both against what it knows of the holding, so a proof that is
+merely asserted is refused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -21,19 +23,41 @@ class Stepped:
 class NeverGiven:
     """The pages were never handed to a link, nor to the data plane."""
 
-
-@dataclass(frozen=True)
-class Drained:
-    """These ranks have said that their writes (or reads) are flushed or will never be posted."""
-
-    acks: frozenset[int]
+    @property
+    def name(self) -> str:
+        return "never given away"
 
 
 @dataclass(frozen=True)
-class Exited:
-    """The kernel of this host says that the process with this incarnation has ended."""
+class Quiet:
+    """`drained`: the ranks that have said that their writes (or reads) are flushed or will never be posted. `exited`:
+    incarnations whose process has ended, as the kernel of this host says. `revoked`: incarnations whose way here, the
+    agent that they wrote through, has been destroyed.
+    """
 
-    incarnation: int
+    drained: frozenset[int] = frozenset()
+    exited: frozenset[int] = frozenset()
+    revoked: frozenset[int] = frozenset()
+
+    def of(self, rank: int, incarnation: int) -> str:
+        """Why this rank, a process of that incarnation, is quiet: "drained", "exited" or "revoked"; "" if it isn't.
+
+        Incarnation 0 stands for ourselves: there only *drained* counts.
+        """
+        if rank in self.drained:
+            return "drained"
+        if incarnation and incarnation in self.exited:
+            return "exited"
+        return "revoked" if incarnation and incarnation in self.revoked else ""
+
+    def missing(self, writers: Mapping[int, int]) -> list[int]:
+        """The ranks of `writers` (rank -> incarnation) that are not known to be quiet."""
+        return sorted(rank for rank, incarnation in writers.items() if not self.of(rank, incarnation))
+
+    def names(self, writers: Mapping[int, int]) -> str:
+        """The proofs by which `writers` are quiet, for journals: "drained", "drained and exited", …"""
+        found = {self.of(rank, incarnation) for rank, incarnation in writers.items()} - {""}
+        return " and ".join(sorted(found))
 
 
 @dataclass(frozen=True)
@@ -42,4 +66,4 @@ class Quiescent:
 
     holding: int
     own: Stepped
-    peers: NeverGiven | Drained | Exited
+    peers: NeverGiven | Quiet

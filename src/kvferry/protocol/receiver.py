@@ -1,13 +1,14 @@
 """The receiver machine: one room at decode's leader, from open until its pages are free.
 
 Commit is this machine's alone: it happens when every source rank's notification is in and the checks have passed.
-A room that fails after its destination was handed out keeps its pages until there is proof: an ack of every
-required rank, or the end of the writer's process. A running request may be *retracted* for older ones; one that
-receives never is, since a peer still writes to its pages.
+A room that fails after its destination was handed out keeps its pages until there is proof about every rank that may
+write to them: its ack, the end of its process, or the end of the agent that it wrote through. A running request may be
+*retracted* for older ones; one that receives never is, since a peer still writes to its pages.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import auto
 from typing import Any, ClassVar
@@ -40,7 +41,8 @@ class ReceiverEvent(Symbol):
     STOP = auto()  # by the front
     ROOM_LOST = auto()
     PREFILL_LOST = auto()
-    PREFILL_EXITED = auto()  # proof that prefill's process has ended
+    PREFILL_EXITED = auto()  # proof that a process of prefill has ended
+    REVOKED = auto()  # proof that the agent which prefill writes through is gone
     FRONT_LOST = auto()
     EXPIRED = auto()
     FAIL = auto()  # the engine or the data plane refused
@@ -62,7 +64,7 @@ def _row(base: Cell[ReceiverState], *rows: dict[str, Cell[ReceiverState]], **cel
 def _ends(to: ReceiverState, told: str, found: str) -> dict[str, Cell[ReceiverState]]:
     """`told`: the room or its router ended it. `found`: decode finds the failure and reports it."""
     tellers = (V.ABORT, V.ABORT_RUNNING, V.ROOM_LOST)
-    finders = (V.STOP, V.FRONT_LOST, V.EXPIRED, V.FAIL, V.PREFILL_LOST, V.PREFILL_EXITED)
+    finders = (V.STOP, V.FRONT_LOST, V.EXPIRED, V.FAIL, V.PREFILL_LOST, V.PREFILL_EXITED, V.REVOKED)
     row: dict[str, Cell[ReceiverState]] = {event.name: Go(to, told) for event in tellers}
     row.update({event.name: Go(to, found) for event in finders})
     return row
@@ -89,6 +91,7 @@ TABLE: Table[ReceiverState, ReceiverEvent] = {
         # With its writer gone there is nobody to send an abort to.
         PREFILL_LOST=Go(S.RELEASING, "report"),
         PREFILL_EXITED=Go(S.RELEASING, "report"),
+        REVOKED=Go(S.RELEASING, "report_and_abort"),
     ),
     S.RUNNING: _row(
         IGNORED,
@@ -205,17 +208,20 @@ ReceiverCommand = (
 
 
 class ReceiverMachine(Machine[ReceiverState, ReceiverEvent]):
-    """Events in, `ReceiverCommand`s out. `acks`, `exited` and `stepping` are what proof depends on."""
+    """Events in, `ReceiverCommand`s out. `writers` are the ranks that may write (rank -> incarnation of its process);
+    `acks`, `exited`, `revoked` and `stepping` are what proof depends on.
+    """
 
     TABLE: ClassVar[Any] = TABLE
     LOCAL = frozenset({V.ADMIT, V.FINISHED, V.RETRACT, V.ALL_RECEIVED, V.CHECK_FAILED})
 
-    def __init__(self, required_acks: frozenset[int]) -> None:
+    def __init__(self, writers: Mapping[int, int]) -> None:
         super().__init__(S.QUEUED)
-        self.required_acks = required_acks
+        self.writers = dict(writers)
         self.received: set[int] = set()
         self.acks: set[int] = set()
-        self.exited = False
+        self.exited: set[int] = set()
+        self.revoked: set[int] = set()
         self.transferring = False
         self.stepping = False
         self.cause: Cause | None = None
@@ -228,9 +234,14 @@ class ReceiverMachine(Machine[ReceiverState, ReceiverEvent]):
         return _KVPOLL[self.state]
 
     @property
-    def drained(self) -> bool:
-        """Every required rank has acked."""
-        return self.acks >= self.required_acks
+    def required_acks(self) -> frozenset[int]:
+        return frozenset(self.writers)
+
+    @property
+    def quiet(self) -> bool:
+        """Of each rank that may write there is proof that it won't any more."""
+        gone = self.exited | self.revoked
+        return all(rank in self.acks or incarnation in gone for rank, incarnation in self.writers.items())
 
     def handle(self, event: ReceiverEvent, cause: Cause | None = None) -> list[ReceiverCommand]:
         """Apply an event. `cause` goes with every event that ends the room; the first is kept."""
@@ -238,11 +249,19 @@ class ReceiverMachine(Machine[ReceiverState, ReceiverEvent]):
             return self.fire(event)
         if cause is not None and self.cause is None and self.state in (S.QUEUED, S.RECEIVING):
             self.cause = cause
-        if event is V.PREFILL_EXITED:
-            self.exited = True
         if event is V.UNKNOWN:
             self.acks |= self.required_acks
         return self.fire(event)
+
+    def writer_exited(self, incarnation: int, cause: Cause | None = None) -> list[ReceiverCommand]:
+        """The kernel says that this process of prefill has ended, and the transport makes that proof."""
+        self.exited.add(incarnation)
+        return self.handle(V.PREFILL_EXITED, cause)
+
+    def writer_revoked(self, incarnation: int, cause: Cause | None = None) -> list[ReceiverCommand]:
+        """The agent that this process of prefill wrote through has been destroyed."""
+        self.revoked.add(incarnation)
+        return self.handle(V.REVOKED, cause)
 
     def rank_received(self, rank: int) -> list[ReceiverCommand]:
         """A source rank's notification: its last write is flushed, so it also counts as the rank's ack."""
@@ -262,7 +281,7 @@ class ReceiverMachine(Machine[ReceiverState, ReceiverEvent]):
     @property
     def all_received(self) -> bool:
         """Every required rank's notification is in: the caller checks the metadata and fires ALL_RECEIVED."""
-        return self.state is S.RECEIVING and self.received >= self.required_acks
+        return self.state is S.RECEIVING and self.received >= self.writers.keys()
 
     def step_started(self) -> None:
         self.stepping = True
@@ -273,7 +292,7 @@ class ReceiverMachine(Machine[ReceiverState, ReceiverEvent]):
         return self.fire(internal) if internal is not None else []
 
     def after(self) -> ReceiverEvent | None:
-        if self.state is S.RELEASING and (self.drained or self.exited):
+        if self.state is S.RELEASING and self.quiet:
             return V.PROVEN
         if self.state is S.STOPPING and not self.stepping:
             return V.QUIET

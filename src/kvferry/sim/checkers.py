@@ -51,7 +51,7 @@ class Writes:
     def _held(leader: Prefill | Decode, writer: int) -> dict[RegionKind, set[int]]:
         """Items under a lease to `writer` (0: under one of our own, for reading)."""
         holdings = [room.holding for room in leader.rooms.values() if room.holding is not None]
-        leased = [h for h in holdings if h.lease is not None and h.lease.writer == writer]
+        leased = [h for h in holdings if h.lease is not None and writer in h.lease.writers.values()]
         pages = {page for holding in leased for page in holding.pages}
         return {RegionKind.PAGES: pages, RegionKind.ROWS: {row for holding in leased for row in holding.rows}}
 
