@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
@@ -70,6 +71,7 @@ def test_only_the_apis_listener_is_left(tmp_path: Path) -> None:
     assert binds(narrow) == ["127.0.0.1:8000"]
     assert "server replica 127.0.0.1:30000" in narrow and "stats socket" in narrow
     gone = [line for line in text.splitlines() if line not in narrow.splitlines()]
+    assert gone.pop(0) == "    option splice-request" and "    option abortonclose" in narrow.splitlines()
     assert gone[0] == "frontend prometheus" and "listen stats" in gone and len(gone) == 9  # the two sections
     assert narrowed(narrow) == narrow
 
@@ -108,9 +110,10 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, int]]:
 PARENT = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:]).pid, flush=True); input()"
 
 
-def started(folder: Path, port: int) -> tuple[subprocess.Popen[str], int]:
-    """A process that starts HAProxy as Ray does; it, and HAProxy's pid."""
+def started(folder: Path, port: int, replica: int = 30000) -> tuple[subprocess.Popen[str], int]:
+    """A process that starts HAProxy as Ray does; it, and HAProxy's pid. `replica` is the port of what it serves."""
     file = configured(folder / "node", "127.0.0.1", port)
+    file.write_text(file.read_text().replace("127.0.0.1:30000", f"127.0.0.1:{replica}"))
     command = [os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"], "-db", "-f", str(file), "-dR"]
     pipe = subprocess.PIPE
     parent = subprocess.Popen([sys.executable, "-c", PARENT, *command], stdin=pipe, stdout=pipe, text=True)
@@ -134,6 +137,41 @@ def test_haproxy_listens_there_only_and_ends_with_the_process_that_started_it(pr
     parent.communicate()
     wait(lambda: not listeners(port))
     wait(lambda: ingress.processes_of(folder) == [])
+
+
+def request_at(replica: socket.socket) -> socket.socket:
+    """The connection of the next request to a server that answers HAProxy's health checks, read to the request's end."""
+    while True:
+        connection, _ = replica.accept()
+        request = b""
+        while b"\r\n\r\n" not in request and (part := connection.recv(65536)):
+            request += part
+        if request.startswith(b"POST"):
+            while not request.endswith(b"the end"):
+                request += connection.recv(65536)
+            return connection
+        if request:
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+        connection.close()
+
+
+def test_a_client_that_leaves_before_the_answer_is_noticed(prepared: tuple[Path, int]) -> None:
+    """What serves its request learns it, every time: the connection ends. (The test's own time limit is the failure.)"""
+    folder, port = prepared
+    body = b"x" * 9000 + b"the end"
+    head = f"POST / HTTP/1.1\r\nHost: here\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with socket.create_server(("127.0.0.1", 0)) as replica:
+        parent, _ = started(folder, port, replica.getsockname()[1])
+        for _ in range(8):
+            client = socket.create_connection(("127.0.0.1", port))
+            client.sendall(head)
+            time.sleep(0.02)  # as clients do that send the head by itself: HAProxy would splice the body
+            client.sendall(body)
+            with request_at(replica) as connection:
+                client.close()
+                with contextlib.suppress(ConnectionResetError):  # one way for it to end
+                    assert connection.recv(1) == b""
+        parent.communicate("\n")
 
 
 def test_what_is_left_at_the_end_is_ended() -> None:

@@ -2,12 +2,14 @@
 
 Ray writes HAProxy's configuration and starts the program at RAY_SERVE_HAPROXY_BINARY_PATH with it; a script written by
 `kvferry.cluster.ingress` stands there and runs this file: `python -I -S haproxy.py BINARY ARGUMENTS…`. So it imports
-the standard library only. Two things of Ray 2.60 are put right:
+the standard library only. Three things of Ray 2.60 are put right:
 
 * Two listeners (HAProxy's own metrics and its statistics page) open on all addresses, whatever host is configured, and
   nothing reads them. They go. If any other listener than the API's is left, nothing is started.
 * An HAProxy outlives a Ray that dies abruptly, and keeps the port. The kernel now ends it with the process that
   started it.
+* With `option splice-request` HAProxy (2.8) mostly overlooks that a client has left while its answer is awaited, in
+  spite of `option abortonclose`, so prompts would be computed for nobody. It goes: our requests are short.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ PR_SET_PDEATHSIG = 1
 
 _SECTION = re.compile(r"(?m)^(?=\S)")
 _BIND = re.compile(r"(?m)^\s+bind\s+(\S+)")
+_SPLICE = re.compile(r"(?m)^\s+option splice-request\n")
 _LOCAL_SERVER = re.compile(r"(?m)^(\s+server \S+ )127\.0\.0\.1:")
 
 
@@ -33,7 +36,7 @@ class UnknownConfiguration(Exception):
 
 
 def narrowed(text: str) -> str:
-    """Ray's configuration with the API's listener and no other.
+    """Ray's configuration with the API's listener and no other, and without `option splice-request`.
 
     The front's replica and Serve's fallback proxy bind the configured host, but Ray has HAProxy look for them at
     127.0.0.1; with another host than that the servers' lines follow it. Raises UnknownConfiguration.
@@ -43,7 +46,7 @@ def narrowed(text: str) -> str:
     if len(binds) != 1 or binds[0][0] != API:
         raise UnknownConfiguration(f"its listeners are {binds}; expected one, of {API}")
     host, _, _ = binds[0][1].rpartition(":")
-    text = "".join(kept)
+    text = _SPLICE.sub("", "".join(kept))
     return text if host in ("", "*") else _LOCAL_SERVER.sub(rf"\g<1>{host}:", text)
 
 
