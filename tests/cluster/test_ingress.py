@@ -140,7 +140,7 @@ def test_haproxy_listens_there_only_and_ends_with_the_process_that_started_it(pr
 
 
 def request_at(replica: socket.socket) -> socket.socket:
-    """The connection of the next request to a server that answers HAProxy's health checks, read to the request's end."""
+    """The connection of the next request, read to its end; HAProxy's health checks before it are answered."""
     while True:
         connection, _ = replica.accept()
         request = b""
@@ -156,7 +156,7 @@ def request_at(replica: socket.socket) -> socket.socket:
 
 
 def test_a_client_that_leaves_before_the_answer_is_noticed(prepared: tuple[Path, int]) -> None:
-    """What serves its request learns it, every time: the connection ends. (The test's own time limit is the failure.)"""
+    """What serves its request learns it, every time: the connection ends. (Else the test's time limit runs out.)"""
     folder, port = prepared
     body = b"x" * 9000 + b"the end"
     head = f"POST / HTTP/1.1\r\nHost: here\r\nContent-Length: {len(body)}\r\n\r\n".encode()
