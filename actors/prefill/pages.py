@@ -39,14 +39,16 @@ class SourcePages:
             if room.holding is not None:
                 break
             displaced = self.kept.give_way(room, missing - self._ledger.free, self._forward.done)
-            self._counts["pages displaced"] += displaced
-            if not displaced and not self.siblings.give_way(self._forward.done):
+            if displaced:
+                self._counts["pages displaced"] += displaced
+            elif not self.siblings.give_way(self._forward.done):
                 return False
         room.computed = min(len(found) * self._page_size, room.prompt_tokens)
         self.kept.ended(room, self._forward.done)
         taken = len(shared) if len(shared) > len(kept) else 0
         self._counts["prompt tokens shared"] += taken * self._page_size
-        self._counts["prompt tokens computed again"] += room.remaining * room.drawn
+        if room.drawn:
+            self._counts["prompt tokens computed again"] += room.remaining
         if room.remaining:
             self.siblings.took(room, taken, self._forward.done)
         return True
