@@ -58,7 +58,8 @@ class FaultSettings(Settings, frozen=True):
 
 class TransferSettings(Settings, frozen=True):
     """`policy` of a handoff: "early" (decode allocates, then prefill computes) or "prefill_complete" (prefill computes,
-    then decode allocates). `backend`: "ucx". `transports` is handed to UCX as UCX_TLS ("host" = shared memory and CMA, "tcp")."""
+    then decode allocates). `backend`: "ucx". `transports` is handed to UCX as UCX_TLS ("host" = shared memory and CMA,
+    "tcp")."""
 
     policy: str = EARLY
     backend: str = "ucx"
