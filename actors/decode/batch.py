@@ -36,15 +36,22 @@ class Batch:
         return len(self._admission.receiving) + len(self._admission.running)
 
     def load(self, role: str, place_s: float) -> Load:
-        """What is taken, and what rooms whose prompts are still computed elsewhere (prefill_complete) will take: they
-        do not wait for a place, but what is free is not free for another one.
+        """With the rooms counted in whose prompts are still computed elsewhere (prefill_complete), as if they were
+        candidates already: what they will take is not free for another one, and those who find nothing will wait.
         """
-        coming = [r for r in self._rooms.values() if r.opened and r.machine.state is ReceiverState.AWAITING_PREFILL]
-        pages = sum(pages_needed(room.prompt_tokens + 1, self._page_size) for room in coming)
+        waiting, free_pages, free_places = len(self.waiting), self._ledger.free, self._max_running - self.places
+        for room in self._rooms.values():
+            if not room.opened or room.machine.state is not ReceiverState.AWAITING_PREFILL:
+                continue
+            pages = pages_needed(room.prompt_tokens + 1, self._page_size)
+            if waiting or free_places < 1 or free_pages < pages + self.places:
+                waiting += 1
+            else:
+                free_pages, free_places = free_pages - pages, free_places - 1
+        total = self._ledger.total
         return Load(
-            role, waiting=len(self.waiting), running=self.places, free_pages=max(0, self._ledger.free - pages),
-            total_pages=self._ledger.total, free_places=max(0, self._max_running - self.places - len(coming)),
-            place_s=place_s,
+            role, waiting=waiting, running=self.places, free_pages=free_pages, total_pages=total,
+            free_places=free_places, place_s=place_s,
         )  # fmt: skip
 
     def queues(self) -> dict[str, int]:

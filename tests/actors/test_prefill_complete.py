@@ -60,7 +60,9 @@ class Scene:
 
     def ask(self, prompt: tuple[int, ...], max_tokens: int = 5) -> Any:
         live = self.client.open(prompt, max_tokens=max_tokens)
-        self.asked.append((prompt, live, asyncio.create_task(self.client.collect(live))))
+        task = asyncio.create_task(self.client.collect(live))
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # of those whom nobody awaits
+        self.asked.append((prompt, live, task))
         return live
 
     def room(self, live: Any) -> Any:
@@ -454,6 +456,10 @@ def test_loads_count_what_is_to_do_and_what_will_be_taken(client_of: Any, wait_u
             await wait_until(lambda: not decode.rooms)
             await play.jam(wait_until)
             two, three = play.ask(TWO), play.ask(THREE)
+            await wait_until(lambda: len(coming()) == 3)
+            load = decode.load()
+            assert (load.waiting, load.running, load.free_pages, load.free_places) == (1, 1, 15 - 1 - 13, 30)
+            assert decode.waiting == [], "THREE will wait for a place, but does not yet"
             await wait_until(lambda: play.state(three) is S.KEPT)
             assert play.state(two) is S.KEPT and play.room(two).remaining == 92
             assert prefill.load().queued_tokens == 0 and decode.load().waiting == 2

@@ -1,8 +1,8 @@
 """KVPoll of a handoff from its three machines: one table, in the order of a handoff that nothing disturbs.
 
 News between the machines takes its time, so each of them may be a row or two behind; what it reports is then the KVPoll
-of the row where it is. A machine that has failed is in none of these rows: then the rule of `combined` decides: decode's
-commit outweighs everything, and any other end that has failed fails the handoff.
+of the row where it is. A machine that has failed is in none of these rows. Then the rule of `combined` decides: commit
+at decode outweighs everything, and any other end that has failed fails the handoff.
 """
 
 from __future__ import annotations

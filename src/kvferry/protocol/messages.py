@@ -229,7 +229,8 @@ class Load(Message, frozen=True):
     """A leader's word to every router that watches it, about once a second and soon after a change.
 
     Prefill: `queued_tokens` of prompts not yet computed, `tokens_per_s` measured over recent forwards (0: unknown).
-    Decode: `waiting` rooms not admitted, `running` ones (those that receive included), `free_pages` of `total_pages`,
+    Decode: `waiting` rooms not admitted (under prefill_complete also those that will wait once they are computed),
+    `running` ones (those that receive included), `free_pages` of `total_pages`,
     `free_places` in the batch, `place_s` for how long recent requests held a place (0: unknown).
     """
 
