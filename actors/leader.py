@@ -23,7 +23,7 @@ from kvferry.actors.ports import LostReason
 from kvferry.engine.contract import StepPlan, StepResult
 from kvferry.memory.ledger import PageLedger
 from kvferry.protocol.address import Address
-from kvferry.protocol.clocks import Clocks, Wait
+from kvferry.protocol.clocks import Clocks, Wait, admission_wait
 from kvferry.protocol.errors import Cause, Draining
 from kvferry.protocol.kvpoll import STICKY, KVPoll
 from kvferry.protocol.messages import (
@@ -134,10 +134,11 @@ class Leader(Actor, Generic[R]):
     # --- rooms: opening, failing, forgetting ---
 
     def new_room(self, router: Address, message: OpenPrefill | OpenDecode, peer: Address) -> dict[str, Any]:
-        """The fields that a new room's record has in both legs; its admission clock starts now, if it has one."""
+        """The fields that a new room's record has in both legs; the clock of its first wait starts now."""
         now_s = self.clock.now_s()
         clocks = Clocks(self.limits, now_s)
-        clocks.wait(None if message.spec.was_admitted else Wait.ADMISSION, now_s)
+        admission = admission_wait(message.spec.was_admitted)
+        clocks.wait(Wait.PREFILL if self.info.computes_first else admission, now_s)
         return {
             "room": message.room, "attempt": message.attempt, "spec": message.spec, "router": router, "peer": peer,
             "opened_s": now_s, "clocks": clocks,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kvferry.protocol.clocks import Limits
+from kvferry.protocol.rank import EARLY
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,8 +57,11 @@ class FaultSettings(Settings, frozen=True):
 
 
 class TransferSettings(Settings, frozen=True):
-    """`backend`: "ucx". `transports` is handed to UCX as UCX_TLS ("host" = shared memory and CMA, "tcp")."""
+    """`policy` of a handoff: "early" (decode allocates, then prefill computes) or "prefill_complete" (prefill computes,
+    then decode allocates). `backend`: "ucx". `transports` is handed to UCX as UCX_TLS ("host" = shared memory and CMA,
+    "tcp")."""
 
+    policy: str = EARLY
     backend: str = "ucx"
     transports: str = "host"
     batch_bytes: int = 8 * 1024 * 1024

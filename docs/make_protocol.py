@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
 
-from kvferry.protocol import link_table, receiver, room, sender
+from kvferry.protocol import handoff, link_table, receiver, room, sender
 from kvferry.protocol.kvpoll import STICKY, KVPoll, combined
 from kvferry.protocol.machine import as_markdown
 from kvferry.protocol.receiver import ReceiverMachine, ReceiverState
@@ -50,6 +50,19 @@ def together() -> str:
     """KVPoll of a handoff, for every pair of its ends."""
     rows = [(f"**{s.name}**", *(combined(s, r).name for r in sorted(KVPoll))) for s in sorted(KVPoll)]
     return table(("sender ↓ receiver →", *(r.name for r in sorted(KVPoll))), rows)
+
+
+def phases() -> list[str]:
+    """A handoff by its phases, under each policy."""
+    parts = []
+    for policy, rows in handoff.HANDOFF.items():
+        cells = [
+            (p.what, p.room.name, p.sender.name if p.sender else "", p.receiver.name if p.receiver else "",
+             p.kvpoll.name, p.waits_for)
+            for p in rows
+        ]  # fmt: skip
+        parts += [f"### {policy}", table(("phase", "room", "sender", "receiver", "KVPoll", "clock"), cells)]
+    return parts
 
 
 def room_kvpolls() -> str:
@@ -108,6 +121,8 @@ def machine_section(title: str, module: ModuleType, machine: Any, orders: Iterab
 
 def render() -> str:
     parts = [HEAD, "## KVPoll", kvpolls(), inspect.getdoc(combined) or "", together()]
+    parts += ["## A handoff, phase by phase", "Source: `src/kvferry/protocol/handoff.py`."]
+    parts += [inspect.getdoc(handoff) or "", *phases()]
     parts += machine_section("Room", room, RoomMachine, (room.SendLeg, room.Resolve, room.End), room_kvpolls())
     parts += machine_section("Sender", sender, SenderMachine, get_args(sender.SenderCommand), sender_kvpolls())
     receiver_orders = get_args(receiver.ReceiverCommand)

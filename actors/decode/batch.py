@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 from kvferry.actors.decode.room import DecodeRoom
 from kvferry.engine.contract import Sequence, StepPlan
-from kvferry.memory.admission import Admission, Phase
+from kvferry.memory.admission import Admission, Phase, pages_needed
 from kvferry.memory.ledger import PageLedger
+from kvferry.protocol.messages import Load
+from kvferry.protocol.receiver import ReceiverState
 
 
 class Batch:
     """`rooms` are the leader's own, by id. The rules are `Admission`'s; here they meet rooms and forwards."""
 
     def __init__(self, rooms: Mapping[int, DecodeRoom], ledger: PageLedger, page_size: int, max_running: int) -> None:
-        self._rooms, self._ledger = rooms, ledger
+        self._rooms, self._ledger, self._page_size, self._max_running = rooms, ledger, page_size, max_running
         self._admission = Admission(ledger, page_size, max_running)
 
     @property
@@ -31,6 +34,36 @@ class Batch:
     def places(self) -> int:
         """Places taken: rooms that run or receive. Those that only wait for proof take pages, but no place."""
         return len(self._admission.receiving) + len(self._admission.running)
+
+    def load(self, role: str, place_s: float) -> Load:
+        """With the rooms counted in whose prompts are still computed elsewhere (prefill_complete), as if they were
+        candidates already: what they will take is not free for another one, and those who find nothing will wait.
+        """
+        waiting, free_pages, free_places = len(self.waiting), self._ledger.free, self._max_running - self.places
+        for room in self._rooms.values():
+            if not room.opened or room.machine.state is not ReceiverState.AWAITING_PREFILL:
+                continue
+            pages = pages_needed(room.prompt_tokens + 1, self._page_size)
+            if waiting or free_places < 1 or free_pages < pages + self.places:
+                waiting += 1
+            else:
+                free_pages, free_places = free_pages - pages, free_places - 1
+        total = self._ledger.total
+        return Load(
+            role, waiting=waiting, running=self.places, free_pages=free_pages, total_pages=total,
+            free_places=free_places, place_s=place_s,
+        )  # fmt: skip
+
+    def queues(self) -> dict[str, int]:
+        """How many rooms are where."""
+        states = Counter(room.machine.state for room in self._rooms.values())
+        return {
+            "rooms": len(self._rooms),
+            "waiting": len(self.waiting),
+            "receiving": states[ReceiverState.RECEIVING],
+            "running": len(self.running),
+            "releasing": states[ReceiverState.RELEASING],
+        }
 
     def arrive(self, room: DecodeRoom, now_s: float) -> None:
         """It brings its prompt, what earlier attempts have made, and the token that prefill will draw."""

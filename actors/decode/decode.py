@@ -21,7 +21,7 @@ from kvferry.memory.admission import pages_needed, refusal
 from kvferry.memory.proof import Quiescent, Stepped
 from kvferry.protocol import receiver
 from kvferry.protocol.address import Address
-from kvferry.protocol.clocks import Wait
+from kvferry.protocol.clocks import Wait, admission_wait
 from kvferry.protocol.messages import (
     Abort,
     AbortAck,
@@ -34,6 +34,7 @@ from kvferry.protocol.messages import (
     Load,
     Logprobs,
     OpenDecode,
+    PrefillDone,
     Progress,
     Received,
     Retracted,
@@ -69,7 +70,7 @@ class Decode(Leader[DecodeRoom]):
         self._places = Recent()  # requests that ran, and for how long each had its place
         self._on_message |= {
             OpenDecode: self._open, Abort: self._abort, Drained: self._drained, UnknownRoom: self._unknown,
-            Progress: self._progress_of_prefill,
+            Progress: self._progress_of_prefill, PrefillDone: self._prefill_done,
         }  # fmt: skip
 
     @property
@@ -100,15 +101,24 @@ class Decode(Leader[DecodeRoom]):
         if cause is not None:
             return self.refuse_open(router, message.room, cause)
         record = self.new_room(router, message, message.prefill)
-        machine, text = (
-            ReceiverMachine({RANK: message.prefill.incarnation}),
-            self.texts.stream(spec.sampling, spec.frozen_ids),
-        )
+        machine = ReceiverMachine({RANK: message.prefill.incarnation}, self.info.computes_first)
+        text = self.texts.stream(spec.sampling, spec.frozen_ids)
         room = self.ROOM(**record, machine=machine, text=text, past=Past(spec), generated=len(spec.frozen_ids))
         return self.take_in(room)
 
     def leg_opened(self, room: DecodeRoom) -> None:
-        self.batch.arrive(room, self.clock.now_s())
+        self._line_up(room)
+
+    def _line_up(self, room: DecodeRoom) -> None:
+        """A candidate from the moment when the leg is open and, under prefill_complete, its prompt is computed."""
+        if room.opened and room.machine.state is ReceiverState.QUEUED:
+            self.batch.arrive(room, self.clock.now_s())
+
+    def _prefill_done(self, router: Address, message: PrefillDone) -> None:
+        room = self.rooms.get(message.room)
+        if room is None:
+            return self.unknown_room(router, message.room)
+        return self.act(room, room.machine.handle(ReceiverEvent.PREFILL_DONE))
 
     def _abort(self, router: Address, message: Abort) -> None:
         room = self.rooms.get(message.room)
@@ -137,7 +147,7 @@ class Decode(Leader[DecodeRoom]):
         # The engine's step counter rises for other rooms too: that is progress only while this one queues.
         step = message.step if message.event == "queued" else 0
         room.clocks.queued("prefill", message.position, step, message.chunk + 1, now_s)
-        if message.event == "computed" and not room.machine.transferring:
+        if message.event in ("computed", "sending") and not room.machine.transferring:
             room.machine.transferring = True
             room.clocks.wait(Wait.TRANSFER, now_s)
 
@@ -189,7 +199,7 @@ class Decode(Leader[DecodeRoom]):
         )
         self.ledger.lease(room.holding, room.machine.writers)
         self._expect(room, True)
-        room.clocks.wait(Wait.PREFILL, self.clock.now_s())
+        room.clocks.wait(Wait.TRANSFER if self.info.computes_first else Wait.PREFILL, self.clock.now_s())
         self.tell_room(room, Admitted(room.room, len(room.holding.pages)))
         if not self.network.send(room.peer.incarnation, destination):
             self.fail(room, ReceiverEvent.PREFILL_LOST, "there is no link to prefill", room.peer.name)
@@ -271,6 +281,9 @@ class Decode(Leader[DecodeRoom]):
     def act(self, room: DecodeRoom, commands: list[Any]) -> None:
         for command in commands:
             match command:
+                case receiver.LineUp():
+                    room.clocks.wait(admission_wait(room.spec.was_admitted), self.clock.now_s())
+                    self._line_up(room)
                 case receiver.HandOut():
                     self._hand_out(room)
                 case receiver.NoteReceived(rank):
@@ -337,22 +350,10 @@ class Decode(Leader[DecodeRoom]):
             self.network.send(room.peer.incarnation, news)
 
     def load(self) -> Load:
-        places = self.batch.places
-        return Load(
-            self.role, waiting=len(self.waiting), running=places, free_pages=self.ledger.free,
-            total_pages=self.ledger.total, free_places=self.settings.max_running - places, place_s=self._places.mean_s,
-        )  # fmt: skip
+        return self.batch.load(self.role, self._places.mean_s)
 
     def seek_proof(self, room: DecodeRoom) -> None:
         self.network.dial(room.peer)
 
     def queues(self) -> dict[str, int]:
-        receiving = sum(room.machine.state is ReceiverState.RECEIVING for room in self.rooms.values())
-        releasing = sum(room.machine.state is ReceiverState.RELEASING for room in self.rooms.values())
-        return {
-            "rooms": len(self.rooms),
-            "waiting": len(self.waiting),
-            "receiving": receiving,
-            "running": len(self.running),
-            "releasing": releasing,
-        }
+        return self.batch.queues()

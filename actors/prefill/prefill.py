@@ -11,16 +11,17 @@ from kvferry.actors.leg_room import RANK
 from kvferry.actors.load import Recent
 from kvferry.actors.parts import Parts
 from kvferry.actors.prefill.data_plane import Connected, DataPlane, WriteEnded
+from kvferry.actors.prefill.kept import line_up
+from kvferry.actors.prefill.pages import SourcePages
 from kvferry.actors.prefill.room import PrefillRoom
-from kvferry.actors.prefill.siblings import Siblings
 from kvferry.actors.settings import PrefillSettings
-from kvferry.engine.contract import StepPlan, StepResult
-from kvferry.memory.admission import pages_needed
+from kvferry.engine.contract import Drawn, StepPlan, StepResult
 from kvferry.memory.proof import NeverGiven, Quiescent, Quiet, Stepped
 from kvferry.protocol import sender
 from kvferry.protocol.address import Address
-from kvferry.protocol.clocks import Wait
+from kvferry.protocol.clocks import Wait, admission_wait
 from kvferry.protocol.errors import Cause
+from kvferry.protocol.kvpoll import KVPoll
 from kvferry.protocol.messages import (
     Abort,
     AbortAck,
@@ -34,16 +35,20 @@ from kvferry.protocol.messages import (
     Progress,
     UnknownRoom,
 )
-from kvferry.protocol.sender import SenderEvent, SenderState
+from kvferry.protocol.sender import SenderEvent, SenderMachine, SenderState
 from kvferry.transfer.contract import TransferError, WriteOutcome
 
-_BEFORE_PAGES = (SenderState.AWAITING_DESTINATION, SenderState.QUEUED)
-#: States of a room whose prompt is still to be computed.
-NOT_COMPUTED = (SenderState.AWAITING_DESTINATION, SenderState.QUEUED, SenderState.COMPUTING)
+#: States of a room whose prompt, or a part of it, is still to be computed.
+NOT_COMPUTED = (
+    SenderState.AWAITING_PAGES, SenderState.COMPUTING_AHEAD, SenderState.AWAITING_DESTINATION, SenderState.QUEUED,
+    SenderState.COMPUTING,
+)  # fmt: skip
+#: States in which a `Destination` is what the room waits for.
+_WITHOUT_DESTINATION = (SenderState.AWAITING_DESTINATION, SenderState.KEPT)
 
 
 class Prefill(Leader[PrefillRoom]):
-    """`waiting` rooms know their destination and have no pages; `active` ones are being computed."""
+    """`waiting` rooms have no pages, and may have some as soon as there are any; `active` ones are being computed."""
 
     role = "prefill"
     STOP, EXPIRED, FRONT_LOST = SenderEvent.STOP, SenderEvent.EXPIRED, SenderEvent.FRONT_LOST
@@ -57,7 +62,7 @@ class Prefill(Leader[PrefillRoom]):
         self._data_plane = DataPlane(
             self.engine, self.endpoint, self.network.address.incarnation, self.spawn, self._mailbox.put
         )
-        self._siblings = Siblings(self.ledger, self.page_size)
+        self._pages = SourcePages(self.ledger, self.page_size, self.forward, self.counts)
         self._speed = Recent()  # tokens and seconds of recent forwards
         self._on_message |= {
             OpenPrefill: self._open, Destination: self._destination, Abort: self._abort,
@@ -83,7 +88,12 @@ class Prefill(Leader[PrefillRoom]):
             cause = Cause("invalid_request", text, self.role, param="messages")
         if cause is not None:
             return self.refuse_open(router, message.room, cause)
-        return self.take_in(PrefillRoom(**self.new_room(router, message, message.decode)))
+        machine = SenderMachine(self.info.computes_first)
+        return self.take_in(PrefillRoom(**self.new_room(router, message, message.decode), machine=machine))
+
+    def leg_opened(self, room: PrefillRoom) -> None:
+        if room.machine.state is SenderState.AWAITING_PAGES:
+            self._line_up(room)
 
     def _destination(self, peer: Address, message: Destination) -> None:
         room = self.rooms.get(message.room)
@@ -92,8 +102,10 @@ class Prefill(Leader[PrefillRoom]):
         if peer.incarnation != room.peer.incarnation:
             self.counts["destinations from a stranger"] += 1
             return None
-        if room.machine.state is SenderState.AWAITING_DESTINATION:
+        if room.machine.state in _WITHOUT_DESTINATION:
             room.destination = message
+            if self.info.computes_first:
+                room.clocks.wait(Wait.TRANSFER, self.clock.now_s())
         return self.act(room, room.machine.handle(SenderEvent.DESTINATION))
 
     def _abort(self, router: Address, message: Abort) -> None:
@@ -131,34 +143,22 @@ class Prefill(Leader[PrefillRoom]):
     # --- reserve, compute ---
 
     def admit(self) -> None:
-        """In order of arrival; one that waits for a sibling's pages needs none of its own and holds nobody back."""
+        """In order; one that waits for a sibling's pages needs none of its own and holds nobody back."""
         for room_id in tuple(self.waiting):
             room = self.rooms[room_id]
-            if self._siblings.must_wait(room):
+            if self._pages.must_wait(room):
                 continue
-            if not self._reserve(room):
+            if not self._pages.reserve(room):
                 return
             self.waiting.remove(room_id)
-            self.active.append(room.room)
-            room.clocks.wait(Wait.PREFILL, self.clock.now_s())
+            if not room.remaining:
+                self.act(room, room.machine.handle(SenderEvent.PIN))
+                continue
+            line_up(self.active, room, self.rooms)
+            if not room.drawn:
+                room.clocks.wait(Wait.PREFILL, self.clock.now_s())
             self.act(room, room.machine.handle(SenderEvent.RESERVE))
-            self.tell_both(room, self.progress(room, "started", tokens=room.computed))
-
-    def _reserve(self, room: PrefillRoom) -> bool:
-        """Source pages for the whole prompt; those that a sibling has computed are shared."""
-        while True:
-            shared = self._siblings.shared(room)
-            pages = pages_needed(room.prompt_tokens, self.page_size) - len(shared)
-            holding = self.ledger.reserve(room.room, pages, rows=1, shared=shared)
-            if holding is not None:
-                break
-            if not self._siblings.give_way(self.forward.done):
-                return False
-        room.holding = holding
-        room.computed = len(shared) * self.page_size
-        self.counts["prompt tokens shared"] += room.computed
-        self._siblings.took(room, len(shared), self.forward.done)
-        return True
+            self._tell(room, self.progress(room, "started", tokens=room.computed))
 
     def plan_step(self, step: int) -> StepPlan | None:
         """Chunks of the rooms in order of arrival, within the token budget."""
@@ -166,9 +166,7 @@ class Prefill(Leader[PrefillRoom]):
         sequences = []
         for room_id in self.active:
             room = self.rooms[room_id]
-            most = min(self.settings.chunk_tokens, budget)
-            if room.computed < (full := self._siblings.full_pages(room) * self.page_size):
-                most = min(most, full - room.computed)  # the rest is a chunk of its own, as in every sibling
+            most = self._pages.next_most(room, min(self.settings.chunk_tokens, budget))
             size = next_chunk(room.remaining, most, self.page_size)
             if size == 0:
                 break
@@ -181,26 +179,30 @@ class Prefill(Leader[PrefillRoom]):
         for sequence, drawn in zip(plan.sequences, result.drawn, strict=True):
             room = self.rooms[sequence.key]  # a room outlives each forward that names it
             room.computed = sequence.start + len(sequence.token_ids)
-            self._siblings.computed(room, self.clock.now_s())
-            event = SenderEvent.CHUNK_COMPUTED
-            if drawn is not None:
-                event = SenderEvent.LAST_COMPUTED
-                room.first_token, room.first_logprobs = drawn.token_id, drawn.logprobs
-            if room.machine.state is SenderState.COMPUTING:
-                self._chunk_computed(room, len(sequence.token_ids), drawn is not None)
-            self.act(room, room.machine.step_ended(event))
+            self._pages.siblings.computed(room, self.clock.now_s())
+            if room.machine.computing:
+                self._chunk_computed(room, len(sequence.token_ids), drawn)
+            last = drawn is not None
+            self.act(room, room.machine.step_ended(SenderEvent.LAST_COMPUTED if last else SenderEvent.CHUNK_COMPUTED))
 
-    def _chunk_computed(self, room: PrefillRoom, tokens: int, last: bool) -> None:
+    def _chunk_computed(self, room: PrefillRoom, tokens: int, drawn: Drawn | None) -> None:
         room.clocks.progress(self.clock.now_s())
-        self.tell_both(room, self.progress(room, "computed", chunk=room.chunk, tokens=tokens))
+        event = "prepared" if room.destination is None else "computed"
+        self.tell_both(room, self.progress(room, event, chunk=room.chunk, tokens=tokens))
         room.chunk += 1
-        if last:
+        if drawn is not None:
             drop(self.active, room.room)
-            # The first token does not wait for the transfer. Decode repeats it, with the same text and stop rules.
-            frozen = room.spec.frozen_ids
-            emission = self.texts.stream(room.spec.sampling, frozen).push(room.first_token)
-            self.outbox.put(room, len(frozen), room.first_token, emission, room.first_logprobs)
-            self.tell_room(room, PrefillDone(room.room, room.chunk, self.clock.now_s() - room.opened_s))
+            if not room.drawn:
+                self._first_token(room, drawn)
+
+    def _first_token(self, room: PrefillRoom, drawn: Drawn) -> None:
+        """It does not wait for the transfer. Decode repeats it, with the same text and stop rules."""
+        room.drawn, room.first_token, room.first_logprobs = True, drawn.token_id, drawn.logprobs
+        frozen = room.spec.frozen_ids
+        emission = self.texts.stream(room.spec.sampling, frozen).push(room.first_token)
+        self.outbox.put(room, len(frozen), room.first_token, emission, room.first_logprobs)
+        offset_s, awaits = self.clock.now_s() - room.opened_s, room.destination is None
+        self.tell_room(room, PrefillDone(room.room, room.chunk, offset_s, awaits))
 
     # --- the data plane ---
 
@@ -218,8 +220,18 @@ class Prefill(Leader[PrefillRoom]):
             self.fail(room, SenderEvent.FAIL, item.error, room.peer.name, "handoff_failed")
             return
         self._data_plane.connected(room, item.peer)
-        self.waiting.append(room.room)
-        self.tell_both(room, self.progress(room, "queued", position=len(self.waiting)))
+        self._line_up(room)
+
+    def _line_up(self, room: PrefillRoom) -> None:
+        line_up(self.waiting, room, self.rooms)
+        self._tell(room, self.progress(room, "queued", position=self.waiting.index(room.room) + 1))
+
+    def _tell(self, room: PrefillRoom, news: Progress) -> None:
+        """Decode is opened after prefill: what is said at once, under prefill_complete, it could not place."""
+        if room.machine.kvpoll is KVPoll.BOOTSTRAPPING:
+            self.tell_room(room, news)
+        else:
+            self.tell_both(room, news)
 
     def _write(self, room: PrefillRoom, last: bool) -> None:
         assert room.holding is not None
@@ -230,6 +242,8 @@ class Prefill(Leader[PrefillRoom]):
             return
         if room.holding.lease is None:
             self.ledger.lease(room.holding, {RANK: 0})
+            if self.info.computes_first:
+                self.tell_both(room, self.progress(room, "sending", chunk=room.chunk - 1, tokens=room.computed))
         room.machine.write_posted()
         if last:
             room.clocks.wait(Wait.TRANSFER, self.clock.now_s())
@@ -254,11 +268,14 @@ class Prefill(Leader[PrefillRoom]):
             match command:
                 case sender.Enqueue():
                     self._connect(room)
+                case sender.Keep():
+                    self._pages.keep(room)
+                    room.clocks.wait(admission_wait(room.spec.was_admitted), self.clock.now_s())
                 case sender.Write(last):
                     self._write(room, last)
                 case sender.Cancel():
                     drop(self.active, room.room)
-                    self._siblings.ended(room)
+                    self._pages.stopped(room)
                     self._data_plane.cancel(room)
                 case sender.Report(cause):
                     self.tell_room(room, Failed(room.room, self.role, cause))
@@ -281,7 +298,7 @@ class Prefill(Leader[PrefillRoom]):
         self._free_pages(room)
         drop(self.waiting, room.room)
         drop(self.active, room.room)
-        self._siblings.ended(room)
+        self._pages.ended(room)
         del self.rooms[room.room]
 
     def _free_pages(self, room: PrefillRoom) -> None:
@@ -297,11 +314,10 @@ class Prefill(Leader[PrefillRoom]):
 
     def tick(self, now_s: float) -> None:
         super().tick(now_s)
-        without_pages = {room.spec.group for room in self.rooms.values() if room.machine.state in _BEFORE_PAGES}
-        self._siblings.tick(now_s, without_pages, self.forward.done)
+        self._pages.tick(now_s, self.leg_rooms())
 
     def block_tables(self) -> dict[int, tuple[int, ...]]:
-        return super().block_tables() | self._siblings.tables()
+        return super().block_tables() | self._pages.tables()
 
     def report_progress(self) -> None:
         for position, room_id in enumerate((*self.active, *self.waiting)):
@@ -312,12 +328,13 @@ class Prefill(Leader[PrefillRoom]):
 
     def load(self) -> Load:
         todo = [room for room in self.rooms.values() if room.opened and room.machine.state in NOT_COMPUTED]
-        return Load(self.role, sum(map(self._siblings.left, todo)), self._speed.per_s)
+        return Load(self.role, sum(map(self._pages.siblings.left, todo)), self._speed.per_s)
 
     @property
     def groups(self) -> int:
         """Groups of siblings that something is remembered of."""
-        return len(self._siblings)
+        return len(self._pages.siblings)
 
     def queues(self) -> dict[str, int]:
-        return {"rooms": len(self.rooms), "waiting": len(self.waiting), "active": len(self.active)}
+        kept = sum(room.machine.state is SenderState.KEPT for room in self.rooms.values())
+        return {"rooms": len(self.rooms), "waiting": len(self.waiting), "active": len(self.active), "kept": kept}

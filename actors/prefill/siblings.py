@@ -60,7 +60,7 @@ class Siblings:
     def left(self, room: PrefillRoom) -> int:
         """Prompt tokens that the room will still compute itself."""
         if room.holding is None and (self.must_wait(room) or self.shared(room)):
-            return room.prompt_tokens - self.full_pages(room) * self._page_size
+            return min(room.remaining, room.prompt_tokens - self.full_pages(room) * self._page_size)
         return room.remaining
 
     def took(self, room: PrefillRoom, shared: int, step: int) -> None:

@@ -150,12 +150,12 @@ class Room:
                 now_s, message.event, leg, chunk=message.chunk, tokens=message.tokens or None,
                 kv_bytes=message.kv_bytes or None, position=message.position or None, offset_s=message.offset_s,
             )  # fmt: skip
-        self._handle(RoomEvent.SENDING if message.event == "computed" else RoomEvent.PROGRESS)
+        self._handle(RoomEvent.SENDING if message.event in ("computed", "sending") else RoomEvent.PROGRESS)
 
     def _prefill_done(self, leg: str, message: PrefillDone) -> None:
         self._note("prefill done", leg, chunks=message.chunks, offset_s=message.offset_s)
         self.machine.clocks.progress(self.clock.now_s())
-        self._handle(RoomEvent.PREFILL_DONE)
+        self._handle(RoomEvent.PREFILL_KEPT if message.awaits_destination else RoomEvent.PREFILL_DONE)
 
     def _received(self, leg: str, message: Received) -> None:
         self._note("received", leg, rank=message.rank)

@@ -67,8 +67,13 @@ POLICIES: dict[str, Policy] = {
 
 def predicted_s(prefill: PrefillView, decode: DecodeView, ask: Ask) -> float:
     """Seconds to the first token. Prefill computes once decode has admitted the request; what is queued there is worked
-    off meanwhile, so the longer of the two waits counts, and then the prompt itself."""
-    return max(prefill.wait_s, decode.wait_s(ask)) + ask.tokens_to_compute(prefill.info) / prefill.tokens_per_s
+    off meanwhile, so the longer of the two waits counts, and then the prompt itself. Where prefill computes first, the
+    first token waits for nobody, and the seconds are those to the second: decode's queue is worked off until then.
+    """
+    compute_s = ask.tokens_to_compute(prefill.info) / prefill.tokens_per_s
+    if prefill.info.computes_first:
+        return max(prefill.wait_s + compute_s, decode.wait_s(ask))
+    return max(prefill.wait_s, decode.wait_s(ask)) + compute_s
 
 
 def _idler_of_two(choices: Sequence[V], random: Random) -> V:

@@ -26,7 +26,7 @@ from kvferry.obs.rooms import RoomStatistics
 from kvferry.protocol.address import Address
 from kvferry.protocol.errors import Cause, Draining
 from kvferry.protocol.kvpoll import KVPoll
-from kvferry.protocol.messages import Admitted, Load, Message, Opened, Roster, UnknownRoom, Watch
+from kvferry.protocol.messages import Admitted, Load, Message, Opened, PrefillDone, Roster, UnknownRoom, Watch
 from kvferry.protocol.outcome import Outcome
 from kvferry.protocol.rank import RankInfo
 from kvferry.protocol.request import RequestSpec
@@ -203,7 +203,10 @@ class Router(Actor):
         """What the choice of later pairs needs to know of a room's progress."""
         if isinstance(message, Opened):
             self.fleet.opened(message.room, peer.incarnation)
-            guest.queued = peer.incarnation == guest.decode.address.incarnation
+            is_decode = peer.incarnation == guest.decode.address.incarnation
+            guest.queued = is_decode and not guest.prefill.computes_first
+        elif isinstance(message, PrefillDone):
+            guest.queued = message.awaits_destination
         elif isinstance(message, Admitted):
             guest.queued = False
 
@@ -268,7 +271,7 @@ class Router(Actor):
         decode: RankInfo,
     ) -> None:  # fmt: skip
         now_s, room_id, legs = self.clock.now_s(), ask.room, (prefill.address, decode.address)
-        machine = RoomMachine(room_id, attempt, spec, *legs, self._limits, now_s)
+        machine = RoomMachine(room_id, attempt, spec, *legs, self._limits, now_s, prefill.computes_first)
         journal = Journal(
             room_id, spec.request, attempt, prefill.instance, decode.instance, self._backend,
             len(spec.fed_ids), now_s,

@@ -36,6 +36,20 @@ def test_a_page_is_in_one_state_the_first_that_fits_among_its_holders() -> None:
     assert ledger.audit(tables) == PageCounts(8, 4, 0, 1, 0, 3)
 
 
+def test_pages_that_were_kept_can_be_reserved_again_without_a_new_one() -> None:
+    ledger, first, second, kept = shared()
+    for holding in (first, second):
+        release(ledger, holding)
+    assert ledger.counts() == PageCounts(8, 6, 0, 0, 2, 0) and ledger.free_rows == 2
+    again = ledger.reserve(102, 0, rows=1, shared=kept.pages)
+    assert again is not None and again.pages == (0, 1) and len(again.rows) == 1
+    release(ledger, kept)
+    assert ledger.audit({102: again.pages}) == PageCounts(8, 6, 2, 0, 0, 0)
+    for pages in (0, -1):
+        with pytest.raises(LedgerError, match="can't be reserved"):
+            ledger.reserve(103, pages, rows=0, shared=again.pages if pages else ())
+
+
 def test_a_page_is_free_when_its_last_holding_is_gone() -> None:
     ledger, first, second, kept = shared()
     release(ledger, first)

@@ -17,6 +17,7 @@ from kvferry.protocol.receiver import (
     Commit,
     HandOut,
     LeaveBatch,
+    LineUp,
     NoteReceived,
     Quarantine,
     ReceiverCommand,
@@ -38,9 +39,9 @@ FOUND = (V.STOP, V.FRONT_LOST, V.EXPIRED, V.FAIL, V.PREFILL_LOST, V.PREFILL_EXIT
 class Driver:
     """Does what decode's actor does, and keeps its own account of who has acked."""
 
-    def __init__(self, ranks: int = 1) -> None:
+    def __init__(self, ranks: int = 1, computes_first: bool = False) -> None:
         self.ranks = frozenset(range(ranks))
-        self.machine = ReceiverMachine({rank: PROCESSES[rank] for rank in self.ranks})
+        self.machine = ReceiverMachine({rank: PROCESSES[rank] for rank in self.ranks}, computes_first)
         self.acked: set[int] = set()
         self.gone: set[int] = set()  # ranks whose process has ended, or whose way here has
         self.unknown = False
@@ -157,9 +158,26 @@ def test_two_ranks_from_open_to_done() -> None:
 
 @pytest.mark.parametrize("event", (*TOLD, *FOUND, V.UNKNOWN))
 def test_a_queued_room_ends_at_once(event: ReceiverEvent) -> None:
-    driver = Driver()
-    driver.handle(event)
-    assert driver.log == [Ack() if event in TOLD else Report(WHY), Release()]
+    """Also one whose prompt is not computed yet, under prefill_complete."""
+    for driver in (Driver(), Driver(computes_first=True)):
+        driver.handle(event)
+        assert driver.log == [Ack() if event in TOLD else Report(WHY), Release()]
+
+
+def test_under_prefill_complete_a_room_is_no_candidate_until_its_prompt_is_computed() -> None:
+    driver = Driver(computes_first=True)
+    with pytest.raises(IllegalEvent, match=r"ADMIT.*AWAITING_PREFILL"):
+        driver.machine.handle(V.ADMIT)
+    for event in (V.DRAINED, V.DRAINED_SHORT, V.RECEIVED):
+        driver.handle(event)
+    assert driver.log == [] and driver.machine.state is S.AWAITING_PREFILL
+    assert driver.machine.kvpoll is KVPoll.BOOTSTRAPPING
+    driver.handle(V.PREFILL_DONE)
+    driver.handle(V.PREFILL_DONE)  # once more: it counts once
+    driver.admit()
+    driver.handle(V.PREFILL_DONE)
+    driver.received(0)
+    assert driver.log == [LineUp(), HandOut(), NoteReceived(0), Commit()]
 
 
 @pytest.mark.parametrize("event", (*TOLD, V.STOP, V.FRONT_LOST, V.EXPIRED, V.FAIL, V.CHECK_FAILED))

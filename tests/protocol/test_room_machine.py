@@ -11,7 +11,7 @@ from kvferry.protocol.clocks import Limits
 from kvferry.protocol.errors import Cause, IllegalEvent
 from kvferry.protocol.kvpoll import KVPoll, combined
 from kvferry.protocol.machine import Verdict, as_markdown, holes
-from kvferry.protocol.messages import Abort, OpenDecode, OpenPrefill
+from kvferry.protocol.messages import Abort, OpenDecode, OpenPrefill, PrefillDone
 from kvferry.protocol.request import RequestSpec, Sampling
 from kvferry.protocol.room import DECODE, PREFILL, TABLE, End, Resolve, RoomEvent, RoomMachine, RoomState, SendLeg
 
@@ -28,9 +28,9 @@ def address(name: str, incarnation: int) -> Address:
     return Address(name, f"sim://{name}", incarnation, "host", incarnation)
 
 
-def machine() -> RoomMachine:
-    spec = RequestSpec(7, (1, 2, 3), Sampling(max_tokens=4), address("front", 1))
-    return RoomMachine(99, 0, spec, address("prefill", 2), address("decode", 3), LIMITS, now_s=0.0)
+def machine(computes_first: bool = False, prefer: int = 0) -> RoomMachine:
+    spec = RequestSpec(7, (1, 2, 3), Sampling(max_tokens=4), address("front", 1), prefer=prefer)
+    return RoomMachine(99, 0, spec, address("prefill", 2), address("decode", 3), LIMITS, 0.0, computes_first)
 
 
 class Watched:
@@ -229,18 +229,51 @@ def test_a_local_illegal_event_raises_and_changes_nothing(events: tuple[RoomEven
     )  # fmt: skip
 
 
-def test_the_room_waits_with_the_clock_of_its_state() -> None:
-    """From OPENED_DECODE the admission limit runs, from ADMITTED prefill's, from SENDING the transfer's."""
-    room, names = machine(), []
+def waits(room: RoomMachine, *events: RoomEvent) -> list[tuple[str, float]]:
+    """The clocks that run out when time stands still after each event, and their limits."""
+    names = []
     room.handle(V.START, 0.0)
-    for at_s, event in ((1.0, V.OPENED_PREFILL), (2.0, V.OPENED_DECODE), (3.0, V.ADMITTED), (4.0, V.SENDING)):
+    for at_s, event in enumerate(events, 1):
         room.handle(event, at_s)
         for probe_s in range(100):
             room.clocks.progress(at_s + probe_s)
             if expiry := room.clocks.expired(at_s + probe_s):
                 names.append((expiry.clock, expiry.elapsed_s))
                 break
-    assert names == [("waiting for admission", 10.0), ("waiting for prefill", 20.0), ("waiting for transfer", 30.0)]
+    return names
+
+
+ADMISSION, PREFILLING, TRANSFER = (
+    ("waiting for admission", 10.0), ("waiting for prefill", 20.0), ("waiting for transfer", 30.0),
+)  # fmt: skip
+
+
+def test_the_room_waits_with_the_clock_of_its_state() -> None:
+    """From OPENED_DECODE the admission limit runs, from ADMITTED prefill's, from SENDING the transfer's."""
+    found = waits(machine(), V.OPENED_PREFILL, V.OPENED_DECODE, V.ADMITTED, V.SENDING)
+    assert found == [ADMISSION, PREFILLING, TRANSFER]
+
+
+def test_under_prefill_complete_the_clocks_run_in_the_order_of_the_work() -> None:
+    """Prefill's from the beginning, admission's once the prompt is computed, then the transfer's; whether prefill was
+    ready before decode was open or not. A request that decode has retracted has no limit of waiting for its place.
+    """
+    slow = (V.OPENED_PREFILL, V.OPENED_DECODE, V.PREFILL_KEPT, V.ADMITTED, V.SENDING)
+    assert waits(machine(True), *slow) == [PREFILLING, ADMISSION, TRANSFER, TRANSFER]
+    quick = (V.OPENED_PREFILL, V.PREFILL_KEPT, V.OPENED_DECODE, V.ADMITTED)
+    assert waits(machine(True), *quick) == [ADMISSION, TRANSFER]
+    assert waits(machine(True, prefer=3), *slow) == [PREFILLING, TRANSFER, TRANSFER]
+
+
+@pytest.mark.parametrize("events", [(V.OPENED_PREFILL,), (V.OPENED_PREFILL, V.OPENED_DECODE)])
+def test_prefills_word_is_passed_on_to_decode_behind_its_opening(events: tuple[RoomEvent, ...]) -> None:
+    room = Watched().to(*events)
+    assert room.fire(V.PREFILL_KEPT) == [SendLeg(DECODE, PrefillDone(99, 0))]
+    assert room.machine.kvpoll is KVPoll.BOOTSTRAPPING
+    room.to(V.OPENED_DECODE, V.SENDING, V.ADMITTED)  # prefill's link may be the quicker one
+    assert room.machine.kvpoll is KVPoll.TRANSFERRING
+    room.fire(V.PREFILL_LOST, LATE)
+    assert room.fire(V.PREFILL_KEPT) == [], "a room that settles has asked decode for its verdict"
 
 
 def test_kvpoll_of_a_handoff_from_its_two_ends() -> None:

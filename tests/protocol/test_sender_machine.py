@@ -14,6 +14,7 @@ from kvferry.protocol.sender import (
     Cancel,
     Deliver,
     Enqueue,
+    Keep,
     Release,
     Report,
     SenderCommand,
@@ -31,15 +32,19 @@ FOUND = (V.FAIL, V.STOP, V.DECODE_LOST, V.DECODE_EXITED, V.FRONT_LOST, V.EXPIRED
 
 
 class Driver:
-    """Does what prefill's actor does with the commands, and checks the machine's promises at every step."""
+    """Does what prefill's actor does with the commands, and checks the machine's promises at every step. `ahead`: the
+    policy is prefill_complete; `displaced` chunks are lost while the prompt is kept.
+    """
 
-    def __init__(self, chunks: int = 3) -> None:
-        self.machine = SenderMachine()
+    def __init__(self, chunks: int = 3, ahead: bool = False, displaced: int = 0) -> None:
+        self.machine = SenderMachine(ahead)
         self.chunks = chunks
+        self.displaced = displaced
         self.open = 0  # writes posted and not ended
         self.running = False  # a forward names the pages
         self.broken = False
         self.exited = False
+        self.directed = False
         self.log: list[SenderCommand] = []
 
     def take(self, before: KVPoll, commands: list[SenderCommand]) -> None:
@@ -50,7 +55,13 @@ class Driver:
             assert not self.over, f"{command} after the room was forgotten"
             self.log.append(command)
             match command:
+                case Keep():
+                    assert not self.open and not self.running and not self.cancelled and not self.directed
+                    self.chunks = self.displaced
+                case Enqueue():
+                    self.directed = True
                 case Write(last):
+                    assert self.directed, "nothing is posted before the destination is known"
                     assert not self.cancelled, "nothing is posted after the room was cancelled"
                     if last:
                         self.machine.last_posted()
@@ -80,11 +91,11 @@ class Driver:
             self.take(self.machine.kvpoll, self.machine.handle(event, WHY if event in (*TOLD, *FOUND) else None))
 
     def reserve(self) -> None:
-        if self.machine.state is S.QUEUED:
-            self.handle(V.RESERVE)
+        if self.machine.state in (S.QUEUED, S.AWAITING_PAGES):
+            self.handle(V.RESERVE if self.chunks else V.PIN)
 
     def start_step(self) -> None:
-        if self.machine.state is S.COMPUTING and not self.running and self.chunks:
+        if self.machine.computing and not self.running and self.chunks:
             self.running = True
             self.machine.step_started()
 
@@ -116,6 +127,22 @@ def computing() -> Driver:
     return driver
 
 
+def kept(displaced: int = 0) -> Driver:
+    driver = Driver(ahead=True, displaced=displaced)
+    driver.reserve()
+    for _ in range(3):
+        driver.start_step()
+        driver.end_step()
+    assert driver.machine.state is S.KEPT
+    return driver
+
+
+def queued_again() -> Driver:
+    driver = kept(displaced=1)
+    driver.handle(V.DESTINATION)
+    return driver
+
+
 def test_every_cell_of_the_table_is_filled() -> None:
     assert holes(TABLE, SenderState, SenderEvent) == []
 
@@ -131,6 +158,60 @@ def test_three_chunks_from_open_to_delivered() -> None:
     assert driver.log == [Enqueue(), Write(False), Write(False), Write(True), Deliver()]
     b, w, t, s = KVPoll.BOOTSTRAPPING, KVPoll.WAITING_FOR_INPUT, KVPoll.TRANSFERRING, KVPoll.SUCCESS
     assert polls == [b, w, w, w, t, t, t, t, t, t, t, s]
+
+
+def test_under_prefill_complete_three_chunks_are_computed_kept_and_then_written_at_once() -> None:
+    driver = Driver(ahead=True)
+    polls = [driver.machine.kvpoll]
+    for act in (driver.reserve, driver.start_step, driver.end_step, driver.start_step, driver.end_step,
+                driver.start_step, driver.end_step, lambda: driver.handle(V.DESTINATION), driver.reserve,
+                driver.end_write):  # fmt: skip
+        act()
+        polls.append(driver.machine.kvpoll)
+    assert driver.log == [Keep(), Enqueue(), Write(True), Deliver()]
+    b, w, t, s = KVPoll.BOOTSTRAPPING, KVPoll.WAITING_FOR_INPUT, KVPoll.TRANSFERRING, KVPoll.SUCCESS
+    assert polls == [b] * 8 + [w, t, s]
+
+
+def test_under_prefill_complete_what_was_displaced_is_computed_again_and_written_as_under_early() -> None:
+    driver = kept(displaced=2)
+    driver.handle(V.DESTINATION)
+    driver.handle(V.DESTINATION)  # once more: it counts once
+    driver.reserve()
+    for _ in range(2):
+        driver.start_step()
+        driver.end_step()
+    driver.settle()
+    assert driver.log == [Keep(), Enqueue(), Write(False), Write(True), Deliver()]
+
+
+@pytest.mark.parametrize("steps", range(6))
+def test_under_prefill_complete_no_destination_counts_before_the_prompt_is_computed(steps: int) -> None:
+    """Decode asks for nothing before it has been told; whatever comes earlier is refused and changes nothing."""
+    driver = Driver(ahead=True)
+    for act in (driver.reserve, *(driver.start_step, driver.end_step) * 2)[:steps]:
+        act()
+    state = driver.machine.state
+    driver.handle(V.DESTINATION)
+    assert driver.machine.state is state and driver.log == []
+
+
+@pytest.mark.parametrize("event", TOLD + FOUND)
+def test_under_prefill_complete_a_room_that_waits_ends_at_once_and_one_that_computes_after_its_forward(
+    event: SenderEvent,
+) -> None:
+    told: list[SenderCommand] = [Report(WHY)] if event in FOUND else []
+    for driver in (Driver(ahead=True), kept(), kept(displaced=3), queued_again()):
+        del driver.log[:]
+        driver.handle(event)
+        assert driver.log == [*told, Release()]
+    driver = Driver(ahead=True)
+    driver.reserve()
+    driver.start_step()
+    driver.handle(event)
+    assert driver.log == [*told, Cancel()]
+    driver.end_step()
+    assert driver.log == [*told, Cancel(), Release()]
 
 
 def test_a_write_that_ends_while_the_last_chunk_computes_does_not_deliver() -> None:
@@ -219,9 +300,9 @@ def play(driver: Driver, acts: list[object]) -> None:
 
 
 @settings(deadline=None)
-@given(acts=ACTS)
-def test_a_failed_room_is_forgotten_once_everything_has_ended(acts: list[object]) -> None:
-    driver = Driver()
+@given(acts=ACTS, ahead=st.booleans(), displaced=st.integers(0, 3))
+def test_a_failed_room_is_forgotten_once_everything_has_ended(acts: list[object], ahead: bool, displaced: int) -> None:
+    driver = Driver(3, ahead, displaced)
     play(driver, acts)
     driver.handle(V.ABORT)
     driver.settle()
@@ -230,27 +311,33 @@ def test_a_failed_room_is_forgotten_once_everything_has_ended(acts: list[object]
 
 
 @settings(deadline=None)
-@given(acts=ACTS)
-def test_a_room_without_failures_is_delivered(acts: list[object]) -> None:
-    driver = Driver()
+@given(acts=ACTS, ahead=st.booleans(), displaced=st.integers(0, 3))
+def test_a_room_without_failures_is_delivered(acts: list[object], ahead: bool, displaced: int) -> None:
+    driver = Driver(3, ahead, displaced)
     play(driver, [act for act in acts if act not in (*TOLD, *FOUND, "break_write")])
-    driver.handle(V.DESTINATION)
-    driver.reserve()
+    for _ in range(2):  # under prefill_complete: once ahead, once for the destination
+        driver.reserve()
+        for _ in range(4):
+            driver.end_step()
+            driver.start_step()
+        driver.handle(V.DESTINATION)
+        driver.reserve()
     for _ in range(4):
         driver.end_step()
         driver.start_step()
     driver.settle()
     assert driver.log[-1] == Deliver()
-    assert sum(isinstance(command, Write) for command in driver.log) == 3
+    assert sum(isinstance(command, Write) for command in driver.log) == (max(1, displaced) if ahead else 3)
+    assert driver.log.count(Keep()) == ahead
 
 
 @pytest.mark.parametrize(
     ("state", "events", "illegal"),
     [
-        (S.AWAITING_DESTINATION, (), (V.RESERVE, V.CHUNK_COMPUTED, V.LAST_COMPUTED)),
+        (S.AWAITING_DESTINATION, (), (V.RESERVE, V.PIN, V.CHUNK_COMPUTED, V.LAST_COMPUTED)),
         (S.QUEUED, (V.DESTINATION,), (V.CHUNK_COMPUTED, V.LAST_COMPUTED)),
         (S.COMPUTING, (V.DESTINATION, V.RESERVE), (V.RESERVE,)),
-        (S.ENDED, (V.ABORT,), (V.RESERVE, V.CHUNK_COMPUTED, V.LAST_COMPUTED)),
+        (S.ENDED, (V.ABORT,), (V.RESERVE, V.PIN, V.CHUNK_COMPUTED, V.LAST_COMPUTED)),
     ],
 )
 def test_a_local_illegal_event_raises_and_changes_nothing(

@@ -33,6 +33,7 @@ from kvferry.actors.settings import (
 from kvferry.obs.metrics import FrontMetrics
 from kvferry.protocol.errors import Cause, KVFerryError
 from kvferry.protocol.messages import Token
+from kvferry.protocol.rank import EARLY, PREFILL_COMPLETE
 from kvferry.protocol.request import Sampling
 from kvferry.serve.attempts import AttemptPolicy
 from kvferry.serve.choices import Choices
@@ -120,6 +121,7 @@ def options_of(random: Random, seed: int) -> SimOptions:
         keep=random.random() < 0.3,
         drain_s=random.choice([0.0, 0.5, 5.0]),
         start_s=random.choice([0.0, 2.0]),
+        policy=random.choice([EARLY, PREFILL_COMPLETE]),
     )  # fmt: skip
 
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvferry.protocol.rank import EARLY, PREFILL_COMPLETE
+
 if TYPE_CHECKING:
     from kvferry.cluster.config import Config
 
@@ -104,6 +106,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "decode.tp": (1,),
     "router.policy": ("predicted", "power_of_two", "round_robin", "random"),
     "router.dp_choice": ("follow_bootstrap_room", "load"),
+    "transfer.policy": (EARLY, PREFILL_COMPLETE),
     "transfer.backend": ("ucx",),
     "links.carrier": ("zmq", "ray"),
     "model.dtype": ("float32", "bfloat16", "float16"),

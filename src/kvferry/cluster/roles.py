@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import ray
 
 from kvferry.actors.actor import Actor
@@ -126,7 +127,7 @@ def _rank_info(role: str, name: str, config: Config, address: Address, engine: E
         instance=name,
         role=role,
         address=address,
-        layout=engine.layout,
+        layout=msgspec.structs.replace(engine.layout, policy=config.transfer.policy),
         pages=pages,
         max_prompt_tokens=tokens,
         max_total_tokens=tokens,

@@ -93,7 +93,7 @@ class PageLedger:
 
         `shared` are pages that other holdings have and nobody writes any more; they come first in this one too.
         """
-        if pages < 1 or rows < 0:
+        if pages + len(shared) < 1 or pages < 0 or rows < 0:
             raise LedgerError(f"room {owner}: {pages} pages and {rows} rows can't be reserved; at least 1 and 0")
         self._must_be_held(owner, shared)
         if pages > len(self._free) or rows > len(self._free_rows):

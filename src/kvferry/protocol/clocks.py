@@ -17,6 +17,11 @@ class Wait(Enum):
     TRANSFER = "transfer"
 
 
+def admission_wait(was_admitted: bool) -> Wait | None:
+    """What a candidate for a place at decode waits for. One that has had a place waits however long it takes."""
+    return None if was_admitted else Wait.ADMISSION
+
+
 @dataclass(frozen=True)
 class Limits:
     """Seconds that each wait, and a time without progress, may last."""

@@ -56,9 +56,10 @@ class Admitted(Message, frozen=True):
 class Progress(Message, frozen=True):
     """News for the journal and the no-progress clock.
 
-    `event`: "queued", "started", "computed" (chunk), "written" (chunk). `position` is the place in
-    the leg's queue (0 = being served), `step` its engine's step counter, `kv_bytes` the bytes of this event,
-    `offset_s` seconds since the leg opened the room, by the leg's own clock.
+    `event`: "queued", "started", "computed" (chunk, whose write is posted), "written" (chunk); under prefill_complete
+    also "prepared" (a chunk that is not written yet) and "sending" (what was prepared is being written). `position` is
+    the place in the leg's queue (0 = being served), `step` its engine's step counter, `kv_bytes` the bytes of this
+    event, `offset_s` seconds since the leg opened the room, by the leg's own clock.
     """
 
     room: int
@@ -73,11 +74,16 @@ class Progress(Message, frozen=True):
 
 
 class PrefillDone(Message, frozen=True):
-    """The last chunk has been computed and the first token sent to the front."""
+    """The last chunk has been computed and the first token sent to the front.
+
+    `awaits_destination`: the policy is prefill_complete. The room then says it to decode, without the numbers, and
+    decode takes the request for a candidate.
+    """
 
     room: int
     chunks: int
     offset_s: float = 0.0
+    awaits_destination: bool = False
 
 
 class Received(Message, frozen=True):
@@ -223,7 +229,8 @@ class Load(Message, frozen=True):
     """A leader's word to every router that watches it, about once a second and soon after a change.
 
     Prefill: `queued_tokens` of prompts not yet computed, `tokens_per_s` measured over recent forwards (0: unknown).
-    Decode: `waiting` rooms not admitted, `running` ones (those that receive included), `free_pages` of `total_pages`,
+    Decode: `waiting` rooms not admitted (under prefill_complete also those that will wait once they are computed),
+    `running` ones (those that receive included), `free_pages` of `total_pages`,
     `free_places` in the batch, `place_s` for how long recent requests held a place (0: unknown).
     """
 

@@ -6,6 +6,10 @@ import msgspec
 
 from kvferry.protocol.address import Address
 
+#: The policies of a handoff: decode allocates before prefill computes, or after it.
+EARLY = "early"
+PREFILL_COMPLETE = "prefill_complete"
+
 
 class Layout(msgspec.Struct, frozen=True):
     """What two ranks must agree on before KV may pass between them."""
@@ -17,7 +21,7 @@ class Layout(msgspec.Struct, frozen=True):
     layers: int
     kv_heads: int
     head_dim: int
-    policy: str = "early"
+    policy: str = EARLY
 
 
 class RankInfo(msgspec.Struct, frozen=True):
@@ -43,3 +47,10 @@ class RankInfo(msgspec.Struct, frozen=True):
     max_prompt_tokens: int = 0
     max_total_tokens: int = 0
     draining: bool = False
+
+    @property
+    def computes_first(self) -> bool:
+        """Prompts are computed before decode is asked for pages. A unified instance keeps to early's order: its prefill
+        computes into the pages that its decode runs on, so there is nothing to compute into before these are allocated.
+        """
+        return self.layout.policy == PREFILL_COMPLETE and self.role != "unified"

@@ -19,6 +19,7 @@ from kvferry.protocol.machine import IGNORED, REFUSED, Cell, Go, Machine, Symbol
 
 
 class ReceiverState(Symbol):
+    AWAITING_PREFILL = auto()  # prefill_complete: the prompt is not computed; no candidate for admission
     QUEUED = auto()  # waiting for admission; nothing allocated
     RECEIVING = auto()  # the destination is out: peers may write
     RUNNING = auto()  # committed
@@ -29,6 +30,7 @@ class ReceiverState(Symbol):
 
 
 class ReceiverEvent(Symbol):
+    PREFILL_DONE = auto()  # prefill_complete: the prompt is computed
     ADMIT = auto()
     RECEIVED = auto()  # one source rank's notification
     ALL_RECEIVED = auto()  # the last one, and the checks have passed
@@ -53,6 +55,7 @@ class ReceiverEvent(Symbol):
 
 
 S, V = ReceiverState, ReceiverEvent
+_OPEN = (S.AWAITING_PREFILL, S.QUEUED, S.RECEIVING)
 Row = dict[ReceiverEvent, Cell[ReceiverState]]
 
 
@@ -71,6 +74,13 @@ def _ends(to: ReceiverState, told: str, found: str) -> dict[str, Cell[ReceiverSt
 
 
 TABLE: Table[ReceiverState, ReceiverEvent] = {
+    S.AWAITING_PREFILL: _row(
+        REFUSED,
+        _ends(S.ENDED, "ack_and_end", "report_and_end"),
+        PREFILL_DONE=Go(S.QUEUED, "line_up"),
+        DRAINED_SHORT=IGNORED,
+        UNKNOWN=Go(S.ENDED, "report_and_end"),
+    ),
     S.QUEUED: _row(
         REFUSED,
         _ends(S.ENDED, "ack_and_end", "report_and_end"),
@@ -132,6 +142,7 @@ TABLE: Table[ReceiverState, ReceiverEvent] = {
 }
 
 _KVPOLL = {
+    S.AWAITING_PREFILL: KVPoll.BOOTSTRAPPING,
     S.QUEUED: KVPoll.BOOTSTRAPPING,
     S.RECEIVING: KVPoll.WAITING_FOR_INPUT,
     S.RUNNING: KVPoll.SUCCESS,
@@ -140,6 +151,11 @@ _KVPOLL = {
     S.DONE: KVPoll.SUCCESS,
     S.ENDED: KVPoll.FAILED,
 }
+
+
+@dataclass(frozen=True)
+class LineUp:
+    """The prompt is computed: from now on the request is a candidate for admission, and its age counts."""
 
 
 @dataclass(frozen=True)
@@ -202,21 +218,22 @@ class Release:
 
 
 ReceiverCommand = (
-    HandOut | NoteReceived | Commit | AbortWriter | Quarantine | Report | Ack | AnswerCommitted | LeaveBatch | Retract
-    | Release
+    LineUp | HandOut | NoteReceived | Commit | AbortWriter | Quarantine | Report | Ack | AnswerCommitted | LeaveBatch
+    | Retract | Release
 )  # fmt: skip
 
 
 class ReceiverMachine(Machine[ReceiverState, ReceiverEvent]):
     """Events in, `ReceiverCommand`s out. `writers` are the ranks that may write (rank -> incarnation of its process);
-    `acks`, `exited`, `revoked` and `stepping` are what proof depends on.
+    `acks`, `exited`, `revoked` and `stepping` are what proof depends on. `computes_first`: the policy is
+    prefill_complete.
     """
 
     TABLE: ClassVar[Any] = TABLE
     LOCAL = frozenset({V.ADMIT, V.FINISHED, V.RETRACT, V.ALL_RECEIVED, V.CHECK_FAILED})
 
-    def __init__(self, writers: Mapping[int, int]) -> None:
-        super().__init__(S.QUEUED)
+    def __init__(self, writers: Mapping[int, int], computes_first: bool = False) -> None:
+        super().__init__(S.AWAITING_PREFILL if computes_first else S.QUEUED)
         self.writers = dict(writers)
         self.received: set[int] = set()
         self.acks: set[int] = set()
@@ -247,7 +264,7 @@ class ReceiverMachine(Machine[ReceiverState, ReceiverEvent]):
         """Apply an event. `cause` goes with every event that ends the room; the first is kept."""
         if self.refuses(event):
             return self.fire(event)
-        if cause is not None and self.cause is None and self.state in (S.QUEUED, S.RECEIVING):
+        if cause is not None and self.cause is None and self.state in _OPEN:
             self.cause = cause
         if event is V.UNKNOWN:
             self.acks |= self.required_acks
@@ -297,6 +314,9 @@ class ReceiverMachine(Machine[ReceiverState, ReceiverEvent]):
         if self.state is S.STOPPING and not self.stepping:
             return V.QUIET
         return None
+
+    def _line_up(self) -> None:
+        self.commands.append(LineUp())
 
     def _hand_out(self) -> None:
         self.commands.append(HandOut())

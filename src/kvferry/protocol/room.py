@@ -3,6 +3,10 @@
 Once decode has been opened, only decode can say that the handoff failed: a failure found elsewhere (prefill lost
 or failed, a clock) makes the room *settle*, that is, ask decode, which answers Committed if it had committed.
 `open_legs` are the legs that have not ended; when none is left, the room ends.
+
+Under prefill_complete prefill computes before decode allocates: the room waits for prefill first, for admission then,
+and passes prefill's word on to decode. It follows `OpenDecode` on the same link, so decode has the room when it comes;
+sent from prefill to decode, it could be there first.
 """
 
 from __future__ import annotations
@@ -12,11 +16,11 @@ from enum import auto
 from typing import Any, ClassVar
 
 from kvferry.protocol.address import Address
-from kvferry.protocol.clocks import Clocks, Limits, Wait
+from kvferry.protocol.clocks import Clocks, Limits, Wait, admission_wait
 from kvferry.protocol.errors import Cause
 from kvferry.protocol.kvpoll import KVPoll
 from kvferry.protocol.machine import IGNORED, REFUSED, Cell, Go, Machine, Symbol, Table
-from kvferry.protocol.messages import Abort, Message, OpenDecode, OpenPrefill
+from kvferry.protocol.messages import Abort, Message, OpenDecode, OpenPrefill, PrefillDone
 from kvferry.protocol.request import RequestSpec
 
 PREFILL = "prefill"
@@ -43,8 +47,9 @@ class RoomEvent(Symbol):
     OPENED_DECODE = auto()
     ADMITTED = auto()
     PROGRESS = auto()
-    SENDING = auto()  # a chunk has been computed, so its write is posted
+    SENDING = auto()  # a write of the room's pages is posted
     PREFILL_DONE = auto()
+    PREFILL_KEPT = auto()  # prefill_complete: the prompt is computed, and decode is to be told
     DRAINED = auto()  # all source ranks have drained
     RECEIVED = auto()
     COMMITTED = auto()
@@ -93,8 +98,16 @@ TABLE: Table[RoomState, RoomEvent] = {
         PREFILL_STOPPED=_EARLY_FAIL,
         ABORT_REQUESTED=_EARLY_FAIL,
     ),
-    R.OPENING_DECODE: _handoff(OPENED_DECODE=Go(R.BOOTSTRAPPED, "bootstrapped"), COMMITTED=REFUSED),
-    R.BOOTSTRAPPED: _handoff(ADMITTED=Go(R.AWAITING_INPUT, "await_prefill"), OPENED_DECODE=IGNORED),
+    R.OPENING_DECODE: _handoff(
+        OPENED_DECODE=Go(R.BOOTSTRAPPED, "bootstrapped"),
+        COMMITTED=REFUSED,
+        PREFILL_KEPT=Go(R.OPENING_DECODE, "pass_on"),
+    ),
+    R.BOOTSTRAPPED: _handoff(
+        ADMITTED=Go(R.AWAITING_INPUT, "await_input"),
+        OPENED_DECODE=IGNORED,
+        PREFILL_KEPT=Go(R.BOOTSTRAPPED, "pass_on"),
+    ),
     R.AWAITING_INPUT: _handoff(OPENED_DECODE=IGNORED),
     R.TRANSFERRING: _handoff(SENDING=IGNORED, ADMITTED=IGNORED, OPENED_DECODE=IGNORED),
     R.SETTLING: _row(
@@ -166,7 +179,9 @@ class End:
 
 
 class RoomMachine(Machine[RoomState, RoomEvent]):
-    """Events in, commands (`SendLeg`, `Resolve`, `End`) out. One of `Resolve` and one of `End` per room."""
+    """Events in, commands (`SendLeg`, `Resolve`, `End`) out. One of `Resolve` and one of `End` per room.
+    `computes_first`: the policy is prefill_complete.
+    """
 
     TABLE: ClassVar[Any] = TABLE
     LOCAL = frozenset({V.START, V.ABORT_REQUESTED})
@@ -180,8 +195,10 @@ class RoomMachine(Machine[RoomState, RoomEvent]):
         decode: Address,
         limits: Limits,
         now_s: float,
+        computes_first: bool = False,
     ) -> None:
         super().__init__(R.NEW)
+        self._computes_first, self._kept = computes_first, False
         self.room, self.attempt, self.spec = room, attempt, spec
         self.prefill, self.decode = prefill, decode
         self.clocks = Clocks(limits, now_s)
@@ -219,10 +236,17 @@ class RoomMachine(Machine[RoomState, RoomEvent]):
         self.commands.append(SendLeg(DECODE, OpenDecode(self.room, self.attempt, self.spec, self.prefill)))
 
     def _bootstrapped(self) -> None:
-        self.clocks.wait(None if self.spec.was_admitted else Wait.ADMISSION, self.now_s)
+        prefill_first = self._computes_first and not self._kept
+        self.clocks.wait(Wait.PREFILL if prefill_first else admission_wait(self.spec.was_admitted), self.now_s)
 
-    def _await_prefill(self) -> None:
-        self.clocks.wait(Wait.PREFILL, self.now_s)
+    def _pass_on(self) -> None:
+        self._kept = True
+        self.commands.append(SendLeg(DECODE, PrefillDone(self.room, 0)))
+        if self.state is R.BOOTSTRAPPED:
+            self._bootstrapped()
+
+    def _await_input(self) -> None:
+        self.clocks.wait(Wait.TRANSFER if self._computes_first else Wait.PREFILL, self.now_s)
 
     def _transferring(self) -> None:
         self.clocks.wait(Wait.TRANSFER, self.now_s)

@@ -2,6 +2,11 @@
 
 The machine counts what keeps it from being quiet: writes posted and not ended, and a forward that names the
 room's pages. An abort never ends a room that is not quiet; it drains it.
+
+Under the early policy a room starts in AWAITING_DESTINATION. Under prefill_complete it starts in AWAITING_PAGES, is
+computed and then KEPT: its pages are cache, which may be displaced, until the destination comes. Then it goes the same
+way as under early, but for two things: what was kept is not computed again, and its first token is the one that the
+front has been told.
 """
 
 from __future__ import annotations
@@ -16,6 +21,9 @@ from kvferry.protocol.machine import IGNORED, REFUSED, Cell, Go, Machine, Symbol
 
 
 class SenderState(Symbol):
+    AWAITING_PAGES = auto()  # prefill_complete: source pages not reserved
+    COMPUTING_AHEAD = auto()  # prefill_complete: source pages reserved; chunks are computed, nothing is written
+    KEPT = auto()  # prefill_complete: all computed, the pages are cache; waiting for the destination
     AWAITING_DESTINATION = auto()
     QUEUED = auto()  # destination known; source pages not reserved
     COMPUTING = auto()  # source pages reserved; chunks are computed and written
@@ -29,6 +37,7 @@ class SenderState(Symbol):
 class SenderEvent(Symbol):
     DESTINATION = auto()
     RESERVE = auto()
+    PIN = auto()  # the pages are reserved again, and all of the prompt is in them
     CHUNK_COMPUTED = auto()
     LAST_COMPUTED = auto()
     WRITE_ENDED = auto()
@@ -70,8 +79,12 @@ _DRAIN = _ends(S.DRAINING, "drain", "fail_and_drain")
 _END = _ends(S.ENDED, "end", "fail_and_end")
 
 TABLE: Table[SenderState, SenderEvent] = {
+    # Decode is a peer that asks for pages only when it has been told that the prompt is computed.
+    S.AWAITING_PAGES: _row(REFUSED, _END, RESERVE=Go(S.COMPUTING_AHEAD)),
+    S.COMPUTING_AHEAD: _row(REFUSED, _DRAIN, CHUNK_COMPUTED=Go(S.COMPUTING_AHEAD), LAST_COMPUTED=Go(S.KEPT, "keep")),
+    S.KEPT: _row(REFUSED, _END, DESTINATION=Go(S.QUEUED, "queue")),
     S.AWAITING_DESTINATION: _row(REFUSED, _END, DESTINATION=Go(S.QUEUED, "queue")),
-    S.QUEUED: _row(REFUSED, _END, DESTINATION=IGNORED, RESERVE=Go(S.COMPUTING)),
+    S.QUEUED: _row(REFUSED, _END, DESTINATION=IGNORED, RESERVE=Go(S.COMPUTING), PIN=Go(S.FLUSHING, "write_last")),
     S.COMPUTING: _row(
         REFUSED,
         _DRAIN,
@@ -90,13 +103,18 @@ TABLE: Table[SenderState, SenderEvent] = {
         FLUSHED=Go(S.DONE, "deliver"),
     ),
     # A forward that was running may still end here: its result is not written.
-    S.DRAINING: _row(IGNORED, RESERVE=REFUSED, QUIET=Go(S.ENDED, "end"), QUIET_BROKEN=Go(S.BROKEN, "strand")),
-    S.BROKEN: _row(IGNORED, RESERVE=REFUSED, DECODE_EXITED=Go(S.ENDED, "end")),
-    S.DONE: _row(IGNORED, RESERVE=REFUSED, CHUNK_COMPUTED=REFUSED, LAST_COMPUTED=REFUSED),
-    S.ENDED: _row(IGNORED, RESERVE=REFUSED, CHUNK_COMPUTED=REFUSED, LAST_COMPUTED=REFUSED),
+    S.DRAINING: _row(
+        IGNORED, RESERVE=REFUSED, PIN=REFUSED, QUIET=Go(S.ENDED, "end"), QUIET_BROKEN=Go(S.BROKEN, "strand")
+    ),
+    S.BROKEN: _row(IGNORED, RESERVE=REFUSED, PIN=REFUSED, DECODE_EXITED=Go(S.ENDED, "end")),
+    S.DONE: _row(IGNORED, RESERVE=REFUSED, PIN=REFUSED, CHUNK_COMPUTED=REFUSED, LAST_COMPUTED=REFUSED),
+    S.ENDED: _row(IGNORED, RESERVE=REFUSED, PIN=REFUSED, CHUNK_COMPUTED=REFUSED, LAST_COMPUTED=REFUSED),
 }
 
 _KVPOLL = {
+    S.AWAITING_PAGES: KVPoll.BOOTSTRAPPING,
+    S.COMPUTING_AHEAD: KVPoll.BOOTSTRAPPING,
+    S.KEPT: KVPoll.BOOTSTRAPPING,
     S.AWAITING_DESTINATION: KVPoll.BOOTSTRAPPING,
     S.QUEUED: KVPoll.WAITING_FOR_INPUT,
     S.COMPUTING: KVPoll.WAITING_FOR_INPUT,
@@ -111,6 +129,11 @@ _KVPOLL = {
 @dataclass(frozen=True)
 class Enqueue:
     """The destination is known: the room may be computed when its turn comes."""
+
+
+@dataclass(frozen=True)
+class Keep:
+    """The prompt is computed and has no destination: its pages become cache, and the room is told `PrefillDone`."""
 
 
 @dataclass(frozen=True)
@@ -147,17 +170,19 @@ class Strand:
     """No read or write is left here, so the source pages are free; but the room stays known and no Drained is said."""
 
 
-SenderCommand = Enqueue | Write | Cancel | Report | Deliver | Release | Strand
+SenderCommand = Enqueue | Keep | Write | Cancel | Report | Deliver | Release | Strand
 
 
 class SenderMachine(Machine[SenderState, SenderEvent]):
-    """Events in, `SenderCommand`s out. `writes_open`, `stepping`, `broken` and `exited` are what QUIET depends on."""
+    """Events in, `SenderCommand`s out. `writes_open`, `stepping`, `broken` and `exited` are what QUIET depends on.
+    `computes_first`: the policy is prefill_complete.
+    """
 
     TABLE: ClassVar[Any] = TABLE
-    LOCAL = frozenset({V.RESERVE, V.CHUNK_COMPUTED, V.LAST_COMPUTED})
+    LOCAL = frozenset({V.RESERVE, V.PIN, V.CHUNK_COMPUTED, V.LAST_COMPUTED})
 
-    def __init__(self) -> None:
-        super().__init__(S.AWAITING_DESTINATION)
+    def __init__(self, computes_first: bool = False) -> None:
+        super().__init__(S.AWAITING_PAGES if computes_first else S.AWAITING_DESTINATION)
         self.writes_open = 0
         self.writes_posted = 0
         self.stepping = False
@@ -200,7 +225,12 @@ class SenderMachine(Machine[SenderState, SenderEvent]):
         A room that was aborted meanwhile ignores the result, and may be quiet now.
         """
         self.stepping = False
-        return self.fire(event) if self.state is S.COMPUTING else self.settle()
+        return self.fire(event) if self.computing else self.settle()
+
+    @property
+    def computing(self) -> bool:
+        """The result of a forward is wanted."""
+        return self.state in (S.COMPUTING, S.COMPUTING_AHEAD)
 
     def settle(self) -> list[SenderCommand]:
         """Fire the internal event that is due, if any."""
@@ -223,6 +253,9 @@ class SenderMachine(Machine[SenderState, SenderEvent]):
 
     def _queue(self) -> None:
         self.commands.append(Enqueue())
+
+    def _keep(self) -> None:
+        self.commands.append(Keep())
 
     def _write(self) -> None:
         self.commands.append(Write(last=False))

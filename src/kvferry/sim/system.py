@@ -34,7 +34,7 @@ from kvferry.engine.contract import EngineLimits, StepPlan
 from kvferry.engine.scripted import ScriptedEngine, ScriptedTexts
 from kvferry.memory.ledger import PageCounts
 from kvferry.protocol.address import Address
-from kvferry.protocol.rank import Layout, RankInfo
+from kvferry.protocol.rank import EARLY, Layout, RankInfo
 from kvferry.sim.hosting import SimHosting
 from kvferry.sim.loop import VirtualClock
 from kvferry.sim.network import SimClock, SimNetwork
@@ -66,6 +66,7 @@ class SimOptions:
     links: LinkSettings = LinkSettings()
     faults: FaultSettings = FaultSettings()
     cancel_ends: bool = True
+    policy: str = EARLY
     page_size: int = 8
     context_tokens: int = 4096
     eos_token_ids: tuple[int, ...] = ()
@@ -284,6 +285,7 @@ class SimSystem:
         return decode, endpoint
 
     def _engine(self, pages: int, clock: SimClock) -> ScriptedEngine:
-        layout = Layout("scripted", "1", "float32", self.options.page_size, layers=3, kv_heads=2, head_dim=4)
+        size, policy = self.options.page_size, self.options.policy
+        layout = Layout("scripted", "1", "float32", size, layers=3, kv_heads=2, head_dim=4, policy=policy)
         limits = EngineLimits(pages, self.options.page_size, self.options.context_tokens, vocab_size=50_000)
         return ScriptedEngine(layout, limits, metadata_rows=64, sleep=clock.sleep, cost_s=self.options.cost_s)
