@@ -24,7 +24,7 @@ from kvferry.engine.contract import StepPlan, StepResult
 from kvferry.memory.ledger import PageLedger
 from kvferry.protocol.address import Address
 from kvferry.protocol.clocks import Clocks, Wait, admission_wait
-from kvferry.protocol.errors import Cause, Draining
+from kvferry.protocol.errors import Cause, Conflict, Draining
 from kvferry.protocol.kvpoll import STICKY, KVPoll
 from kvferry.protocol.messages import (
     Failed,
@@ -55,9 +55,7 @@ class StepDone(msgspec.Struct, frozen=True):
 
 
 class Leader(Actor, Generic[R]):
-    """Base of the two leaders. `role` is also the name of its leg. Its own task alone writes its state; the forward
-    runs on the engine's thread, writes on the endpoint's.
-    """
+    """Base of the two leaders; `role` is also the name of its leg. The forward runs on the engine's thread."""
 
     role = ""
     #: The machine's events for what both legs meet in the same way.
@@ -149,7 +147,7 @@ class Leader(Actor, Generic[R]):
         if self.leaving:
             return self.leaving.refusal(room)
         if room in self.rooms:
-            return Cause("handoff_failed", "the room is open here already", self.role, room=room)
+            return Cause(Conflict.code, "a room of this id is open here already", self.role, room=room)
         if len(self.rooms) >= self.max_rooms:
             text = f"{self.role} holds {len(self.rooms)} rooms; the limit is {self.max_rooms}"
             return Cause("overloaded", text, self.role, room=room)
@@ -193,9 +191,15 @@ class Leader(Actor, Generic[R]):
         """Carry out the machine's commands, in order."""
         raise NotImplementedError
 
-    def _stop(self, _front: Address, message: Stop) -> None:
-        room = self.rooms.get(message.room)
-        if room is not None:
+    def of_router(self, router: Address, room_id: int) -> R | None:
+        """The room, if it is that router's own: the end of another one of this id, refused here, must not end it."""
+        room = self.rooms.get(room_id)
+        return room if room is not None and room.router.incarnation == router.incarnation else None
+
+    def _stop(self, front: Address, message: Stop) -> None:
+        room, meant = self.rooms.get(message.room), (front.incarnation, message.request, message.attempt)
+        # Or another room was meant, which was refused here.
+        if room is not None and meant == (room.spec.front.incarnation, room.spec.request, room.attempt):
             self.fail(room, self.STOP, "the client has gone", "", "aborted")
 
     # --- links ---

@@ -121,7 +121,7 @@ class Decode(Leader[DecodeRoom]):
         return self.act(room, room.machine.handle(ReceiverEvent.PREFILL_DONE))
 
     def _abort(self, router: Address, message: Abort) -> None:
-        room = self.rooms.get(message.room)
+        room = self.of_router(router, message.room)
         if room is None:
             return self.unknown_room(router, message.room)
         event = ReceiverEvent.ABORT_RUNNING if message.stop_running else ReceiverEvent.ABORT

@@ -109,7 +109,7 @@ class Prefill(Leader[PrefillRoom]):
         return self.act(room, room.machine.handle(SenderEvent.DESTINATION))
 
     def _abort(self, router: Address, message: Abort) -> None:
-        room = self.rooms.get(message.room)
+        room = self.of_router(router, message.room)
         if room is None:
             return self.unknown_room(router, message.room)
         return self.act(room, room.machine.handle(SenderEvent.ABORT, message.cause))
@@ -123,9 +123,9 @@ class Prefill(Leader[PrefillRoom]):
             return None
         return self.act(room, room.machine.handle(SenderEvent.ABORT_TRANSFER, message.cause))
 
-    def _progress_of_decode(self, _peer: Address, message: Progress) -> None:
+    def _progress_of_decode(self, peer: Address, message: Progress) -> None:
         room = self.rooms.get(message.room)
-        if room is not None:
+        if room is not None and peer.incarnation == room.peer.incarnation:
             room.clocks.queued("decode", message.position, message.step, 0, self.clock.now_s())
 
     def _unknown(self, _peer: Address, _message: UnknownRoom) -> None:

@@ -223,7 +223,7 @@ class Router(Actor):
             wait_s = self._room_places.seconds(self._lives.ending_per_s(len(self.guests)), now_s)
             return self._refuse(answer, Cause("overloaded", text, "router"), wait_s)
         view, home = self._view(now_s), self._homes.home(spec.group)
-        ask = Ask(self._random.bits(63), len(spec.fed_ids), spec.prefer, home, spec.avoid)
+        ask = Ask(self._new_room_id(), len(spec.fed_ids), spec.prefer, home, spec.avoid)
         pair = choose(view, ask, self._policy, settings.dp_choice, self._random)
         if pair is None:
             return self._refuse_unavailable(answer, view, now_s)
@@ -240,6 +240,12 @@ class Router(Actor):
         self._homes.sent(spec.group, prefill.address.incarnation)
         self._open_room(ask, spec, attempt, answer, prefill, decode)
         return None
+
+    def _new_room_id(self) -> int:
+        """63 random bits that no room of ours has or had, as far as we remember; never 0, which stands for no room."""
+        while not (room_id := self._random.bits(63)) or room_id in self.guests or room_id in self.ended:
+            self.counts["room ids drawn again"] += 1
+        return room_id
 
     def _view(self, now_s: float) -> View:
         return View(self.fleet.prefills(now_s), self.fleet.decodes(), self.breakers.blocked(now_s))

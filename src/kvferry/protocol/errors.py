@@ -13,6 +13,7 @@
         ├── Unavailable       503  no pair of instances can serve now; carries retry_after_s if that is known
         │   └── Draining      503  the process is leaving; another one will take the request
         ├── HandoffFailed     502  a leg of the room failed
+        ├── Conflict          409  the room's id is taken by another room; the next attempt has another id
         ├── PeerLost          502  the process or the link to it ended
         └── DeadlineExceeded  504  one of the room's clocks ran out
 
@@ -145,6 +146,13 @@ class HandoffFailed(PeerError):
     code = "handoff_failed"
 
 
+class Conflict(PeerError):
+    """Two routers have drawn one room id: whoever comes second is refused, and nothing is changed for the first."""
+
+    code = "conflict"
+    http_status = 409
+
+
 class PeerLost(PeerError):
     code = "peer_lost"
 
@@ -155,7 +163,7 @@ class DeadlineExceeded(PeerError):
 
 
 BY_CODE: dict[str, type[PeerError]] = {
-    cls.code: cls for cls in (Overloaded, Unavailable, Draining, HandoffFailed, PeerLost, DeadlineExceeded)
+    cls.code: cls for cls in (Overloaded, Unavailable, Draining, HandoffFailed, Conflict, PeerLost, DeadlineExceeded)
 }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvferry.protocol.errors import Cause, Draining, HandoffFailed, Overloaded, PeerLost, Unavailable
+from kvferry.protocol.errors import Cause, Conflict, Draining, HandoffFailed, Overloaded, PeerLost, Unavailable
 
 RETRY_S = 0.5
 #: Between refusals by what is leaving, from the second in a row on: whoever is left may not be known here yet.
@@ -58,7 +58,7 @@ class Attempts:
             return self._moved(cause, moved_again, now_s)
         if self._policy.max_attempts == 1:
             return None
-        if not waiting and cause.code not in (PeerLost.code, HandoffFailed.code):
+        if not waiting and cause.code not in (PeerLost.code, HandoffFailed.code, Conflict.code):
             return None
         if self._since_s is None:
             if waiting and cause.code != PeerLost.code and not self._retracted:
