@@ -81,7 +81,7 @@ def test_case_7_a_router_draws_again(client_of: Any, drawn: tuple[int, ...]) -> 
             assert system.router.counts["room ids drawn again"] == 1
             assert await system.settle(5), system.counts()
 
-    run(main())
+    run(asyncio.wait_for(main(), 120))
 
 
 def test_case_7_the_id_of_a_room_that_has_ended_is_not_used_again(client_of: Any) -> None:
@@ -98,7 +98,7 @@ def test_case_7_the_id_of_a_room_that_has_ended_is_not_used_again(client_of: Any
                 assert live.room == room
             assert list(system.router.ended) == [5, 6]
 
-    run(main())
+    run(asyncio.wait_for(main(), 120))
 
 
 UNIFIED = SimOptions(
@@ -150,7 +150,7 @@ def test_case_7_two_routers_draw_one_id(client_of: Any, wait_until: Any, options
             assert not any(process.task.done() for process in system.processes.values())
             assert await system.settle(10), system.counts()
 
-    run(main())
+    run(asyncio.wait_for(main(), 120))
 
 
 def test_a_conflict_is_answered_by_the_next_attempt(client_of: Any, wait_until: Any) -> None:
@@ -169,7 +169,7 @@ def test_a_conflict_is_answered_by_the_next_attempt(client_of: Any, wait_until: 
             assert ids(await reading) == list(system.engine().expected_tokens(PROMPT, 30))
             assert await system.settle(10), system.counts()
 
-    run(main())
+    run(asyncio.wait_for(main(), 120))
 
 
 @pytest.mark.parametrize("options", [SimOptions(router=TWO_ROUTERS), UNIFIED], ids=["a pair", "unified"])
@@ -208,7 +208,7 @@ def test_the_end_of_the_second_room_does_not_end_the_first(
             assert ids(await reading) == expected
             assert await system.settle(10), system.counts()
 
-    run(main())
+    run(asyncio.wait_for(main(), 120))
 
 
 async def client_of_name(client: Any, system: SimSystem, name: str) -> Any:
