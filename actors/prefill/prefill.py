@@ -207,6 +207,7 @@ class Prefill(Leader[PrefillRoom]):
     # --- the data plane ---
 
     def _connect(self, room: PrefillRoom) -> None:
+        room.clocks.wait(Wait.PREFILL, self.clock.now_s())  # decode has admitted it; from here on it is our queue
         try:
             self._data_plane.connect(room)
         except TransferError as error:
