@@ -40,9 +40,9 @@ def room_of_each_attempt(opened: list[OpenPrefill]) -> dict[int, list[OpenPrefil
 
 @pytest.mark.parametrize("why", ["retracted", "the front lost decode"])
 def test_case_37_one_push_per_room_and_a_room_per_attempt(client_of: Any, wait_until: Any, why: str) -> None:
-    """Case 37: four requests in a pool of one and a half, or a link to decode that breaks in mid-answer. Each attempt is
-    a room: its prompt is what the client has, computed whole; one Destination; one transfer of its own bytes; and decode
-    never receives without one on its way. With 2 s for any wait, a wait for a second push would end the request.
+    """Case 37: four requests in a pool of one and a half, or a link to decode that breaks in mid-answer. Each attempt
+    is a room: its prompt is what the client has, computed whole; one Destination; one transfer of its own bytes; and
+    decode never receives without one on its way. With 2 s for any wait, a wait for a second push would end the request.
     """
     limits = ClockSettings(prefill_wait_s=2.0, transfer_wait_s=2.0)
     pages = 15 if why == "retracted" else 64
