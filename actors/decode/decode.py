@@ -67,6 +67,7 @@ class Decode(Leader[DecodeRoom]):
         self.settings = settings
         self.batch = Batch(self.rooms, self.ledger, self.page_size, settings.max_running)
         self._agent = encode_descriptor(self.endpoint.descriptor())
+        self._moved = 0  # news of rooms that receive: for those that wait for their places it is progress, as a step is
         self._places = Recent()  # requests that ran, and for how long each had its place
         self._on_message |= {
             OpenDecode: self._open, Abort: self._abort, Drained: self._drained, UnknownRoom: self._unknown,
@@ -146,7 +147,11 @@ class Decode(Leader[DecodeRoom]):
         now_s = self.clock.now_s()
         # The engine's step counter rises for other rooms too: that is progress only while this one queues.
         step = message.step if message.event == "queued" else 0
-        room.clocks.queued("prefill", message.position, step, message.chunk + 1, now_s)
+        if message.event == "written":
+            moved = room.clocks.written("prefill", message.chunk, now_s)
+        else:
+            moved = room.clocks.queued("prefill", message.position, step, message.chunk + 1, now_s)
+        self._moved += moved and room.machine.state is ReceiverState.RECEIVING
         if message.event in ("computed", "sending") and not room.machine.transferring:
             room.machine.transferring = True
             room.clocks.wait(Wait.TRANSFER, now_s)
@@ -345,6 +350,7 @@ class Decode(Leader[DecodeRoom]):
         for position, room_id in enumerate(self.waiting):
             room = self.rooms[room_id]
             news = self.progress(room, "queued", position=position + 1)
+            news = msgspec.structs.replace(news, step=news.step + self._moved)
             room.clocks.queued("decode", news.position, news.step, 0, self.clock.now_s())
             self.tell_room(room, news)
             self.network.send(room.peer.incarnation, news)

@@ -141,7 +141,10 @@ class Room:
 
     def _progress(self, leg: str, message: Progress) -> None:
         now_s = self.clock.now_s()
-        self.machine.clocks.queued(leg, message.position, message.step, message.chunk + 1, now_s)
+        if message.event == "written":
+            self.machine.clocks.written(leg, message.chunk, now_s)
+        else:
+            self.machine.clocks.queued(leg, message.position, message.step, message.chunk + 1, now_s)
         if message.event == "queued":
             if message.position:
                 self.journal.queued(now_s, leg, message.position, message.offset_s)

@@ -219,3 +219,61 @@ def test_dead_pages_go_at_once_and_queued_ones_stay(client_of: Any, wait_until: 
             assert await system.settle(5), system.counts()
 
     run(asyncio.wait_for(main(), 400))
+
+
+def test_every_chunk_that_is_written_is_progress(client_of: Any) -> None:
+    """Four chunks are computed in 0.1 s and written in 1.5 s each: something is flushed every 1.5 s, so the limit of no
+    progress, 2 s, ends nothing, neither at a leg nor in the room.
+    """
+    options = SimOptions(clocks=ClockSettings(no_progress_s=2.0), faults=FaultSettings(delay_ms=1500))
+
+    async def main() -> None:
+        async with SimSystem(options) as system:
+            client = await client_of(system)
+            assert await client.ask(PROMPTS[0], max_tokens=3) == right(system, PROMPTS[0], 3)
+            assert await system.settle(5), system.counts()
+
+    run(asyncio.wait_for(main(), 120))
+
+
+def test_case_35_behind_a_room_whose_kv_is_coming(client_of: Any, wait_until: Any) -> None:
+    """Case 35: what A waits for is B's place, and B's KV comes chunk by chunk for 10 s, while no forward runs at
+    decode. That is progress of decode's, told each second, so A's limit of no progress, 4 s, does not end it.
+    """
+    options = SimOptions(
+        decode=ONE_AT_A_TIME, clocks=ClockSettings(no_progress_s=4.0), faults=FaultSettings(delay_ms=2500)
+    )
+
+    async def main() -> None:
+        async with SimSystem(options) as system:
+            client, decode = await client_of(system), system.decode()
+            b = asyncio.create_task(client.ask(PROMPTS[0], max_tokens=3))
+            await wait_until(lambda: bool(decode.rooms) and not decode.waiting)
+            a = asyncio.create_task(client.ask(PROMPTS[1], max_tokens=3))
+            await wait_until(lambda: len(decode.waiting) == 1)
+            assert await b == right(system, PROMPTS[0], 3)
+            assert await a == right(system, PROMPTS[1], 3)
+            assert await system.settle(5), system.counts()
+
+    run(asyncio.wait_for(main(), 120))
+
+
+def test_behind_a_room_whose_kv_has_stopped_coming(client_of: Any, wait_until: Any) -> None:
+    """The other side of it: B's second write stalls, so nothing moves, and both end by the limit of no progress."""
+    options = SimOptions(
+        decode=ONE_AT_A_TIME, clocks=ClockSettings(no_progress_s=2.0), faults=FaultSettings(stall_after=1)
+    )
+
+    async def main() -> None:
+        async with SimSystem(options) as system:
+            client, decode, clock = await client_of(system), system.decode(), VirtualClock()
+            b = asyncio.create_task(client.ask(PROMPTS[0], max_tokens=3))
+            await wait_until(lambda: bool(decode.rooms) and not decode.waiting)
+            a = asyncio.create_task(client.ask(PROMPTS[1], max_tokens=3))
+            with pytest.raises(DeadlineExceeded, match="no progress"):
+                await b
+            assert clock.now_s() < 3.5
+            await asyncio.gather(a, return_exceptions=True)
+            assert await system.settle(5), system.counts()
+
+    run(asyncio.wait_for(main(), 120))

@@ -90,6 +90,14 @@ def test_legs_queue_each_for_itself() -> None:
     assert not clocks.queued("decode", 3, 7, 0, now_s=2.0)
 
 
+def test_what_is_written_is_progress_after_everything_has_been_computed() -> None:
+    """A repeat is none, nor is a chunk that is older than the one before."""
+    clocks = Clocks(LIMITS, 0.0)
+    clocks.queued("prefill", 0, 0, 4, now_s=0.0)  # chunk 3, the last
+    says = [clocks.written("prefill", chunk, now_s=1.0) for chunk in (0, 0, 1, 3, 2)]
+    assert says == [True, False, True, True, False]
+
+
 def test_a_stopped_clock_never_runs_out() -> None:
     clocks = Clocks(LIMITS, 0.0)
     clocks.wait(Wait.TRANSFER, 0.0)

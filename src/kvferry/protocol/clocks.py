@@ -77,6 +77,10 @@ class Clocks:
         self._progress_s = now_s
         return True
 
+    def written(self, leg: str, chunk: int, now_s: float) -> bool:
+        """A chunk's write has ended: progress if the last one was of an earlier chunk. All may be computed by then."""
+        return self.queued(f"{leg}, written", 0, 0, chunk + 1, now_s)
+
     def stop(self) -> None:
         """Nothing runs out any more."""
         self._stopped = True

@@ -58,8 +58,9 @@ class Progress(Message, frozen=True):
 
     `event`: "queued", "started", "computed" (chunk, whose write is posted), "written" (chunk); under prefill_complete
     also "prepared" (a chunk that is not written yet) and "sending" (what was prepared is being written). `position` is
-    the place in the leg's queue (0 = being served), `step` its engine's step counter, `kv_bytes` the bytes of this
-    event, `offset_s` seconds since the leg opened the room, by the leg's own clock.
+    the place in the leg's queue (0 = being served), `step` its engine's step counter (decode adds the news of rooms
+    that receive), `kv_bytes` the bytes of this event, `offset_s` seconds since the leg opened the room, by the leg's
+    own clock.
     """
 
     room: int
