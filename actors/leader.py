@@ -172,7 +172,7 @@ class Leader(Actor, Generic[R]):
         """Say `Opened` once, as soon as every link that the room needs is open."""
         if not room.opened and all(self.network.is_up(peer.incarnation) for peer in self.links_needed(room)):
             room.opened = True
-            self.tell_room(room, Opened(room.room, self.role))
+            self.tell_room(room, Opened(room.room, self.role, self.network.session_of(room.spec.front.incarnation)))
             self.leg_opened(room)
 
     def leg_opened(self, room: R) -> None:

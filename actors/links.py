@@ -97,6 +97,9 @@ class LinkLayer:
         link = self._links.get(incarnation)
         return link is not None and link.session.state is LinkState.OPEN
 
+    def session_of(self, incarnation: int) -> int:
+        return self._links[incarnation].session.session if self.is_up(incarnation) else 0
+
     def drop(self, incarnation: int) -> None:
         link = self._links.get(incarnation)
         if link is not None:

@@ -57,7 +57,9 @@ RoomItem = FromLeg | LegLost | AbortRequested | RoomTick
 class Room:
     """`send` carries a message to a leader; `resolve` is called once, with None when decode has committed."""
 
-    __slots__ = ("_ended", "_legs", "_mailbox", "_refused", "_resolve", "_send", "clock", "journal", "machine")
+    __slots__ = (
+        "_ended", "_legs", "_mailbox", "_refused", "_resolve", "_send", "clock", "front_link", "journal", "machine"
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -71,6 +73,7 @@ class Room:
         self.machine, self.journal, self.clock = machine, journal, clock
         self._send, self._resolve = send, resolve
         self._mailbox: Mailbox[RoomItem] = Mailbox(mailbox)
+        self.front_link = 0  # the session over which decode sends its tokens
         self._ended = False
         self._refused = 0
         self._legs = {machine.prefill.incarnation: PREFILL, machine.decode.incarnation: DECODE}
@@ -131,7 +134,9 @@ class Room:
         else:
             heard(self, leg, message)
 
-    def _opened(self, leg: str, _message: Opened) -> None:
+    def _opened(self, leg: str, message: Opened) -> None:
+        if leg == DECODE:
+            self.front_link = message.front_link
         self._note("opened", leg)
         self._handle(RoomEvent.OPENED_PREFILL if leg == PREFILL else RoomEvent.OPENED_DECODE)
 

@@ -288,7 +288,7 @@ class Router(Actor):
             if not answer.done():
                 full = cause is not None and cause.code == "overloaded"
                 wait_s = self._queue_wait_s(self.clock.now_s()) if full else 0.0
-                answer.set_result(Outcome(room_id, cause is None, cause, *legs, wait_s))
+                answer.set_result(Outcome(room_id, cause is None, cause, *legs, wait_s, room.front_link))
 
         room = Room(machine, journal, self.clock, self._send, resolve, ROOM_MAILBOX)
         guest = self.guests[room_id] = Guest(room, answer, prefill, decode, now_s)

@@ -68,7 +68,7 @@ EXAMPLES: list[m.Message] = [
 WIRE = {
     "OpenPrefill": "room attempt spec decode",
     "OpenDecode": "room attempt spec prefill",
-    "Opened": "room leg",
+    "Opened": "room leg front_link=",
     "Admitted": "room pages",
     "Progress": "room leg event position= step= chunk= tokens= kv_bytes= offset_s=",
     "PrefillDone": "room chunks offset_s= awaits_destination=",

@@ -59,6 +59,9 @@ class FakeNetwork:
     def is_up(self, incarnation: int) -> bool:
         return incarnation in self.up
 
+    def session_of(self, incarnation: int) -> int:
+        return 70 + incarnation if incarnation in self.up else 0
+
     def drop(self, incarnation: int) -> None:
         self.up.discard(incarnation)
 

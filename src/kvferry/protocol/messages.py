@@ -40,10 +40,13 @@ class OpenDecode(Message, frozen=True):
 
 
 class Opened(Message, frozen=True):
-    """A leg holds the room, and its link to the request's front is open."""
+    """A leg holds the room, and its link to the request's front is open: `front_link` is that session. When it ends the
+    leg ends the room, or leaves the request if it had committed.
+    """
 
     room: int
     leg: str
+    front_link: int = 0
 
 
 class Admitted(Message, frozen=True):

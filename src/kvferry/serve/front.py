@@ -158,7 +158,7 @@ class Front:
             cause = outcome.cause or Cause("handoff_failed", "the room failed without a cause", room=outcome.room)
             live.retry_after_s = outcome.retry_after_s
             self._fail(live, cause)
-        elif outcome.decode is not None and self._was_lost(live, outcome.decode):
+        elif outcome.decode is not None and self._was_lost(live, outcome.decode, outcome.front_link):
             self._decode_lost(live, outcome.decode, "was lost before the handoff's outcome came")
 
     def _router_failed(self, live: LiveRequest, error: BaseException) -> None:
@@ -288,12 +288,15 @@ class Front:
             if live.decode is not None and live.decode.incarnation == peer.incarnation:
                 self._decode_lost(live, peer, what)
 
-    def _was_lost(self, live: LiveRequest, peer: Address) -> bool:
-        """Has `peer` been lost since the request was opened, or not come back since?
+    def _was_lost(self, live: LiveRequest, peer: Address, link: int) -> bool:
+        """Has `peer` been lost since the request was opened, or not come back since, or come back by another session
+        than `link`, over which it has opened the room?
 
         A leader answers `Opened` only over an open link to us, so a decode that an outcome names was linked; if
         that link broke meanwhile, decode dropped the request, even if the link is up again by now.
         """
+        if link and link != self._network.session_of(peer.incarnation):
+            return True
         serial = self._lost.get(peer.incarnation)
         return serial is not None and (serial > live.serial or not self._network.is_up(peer.incarnation))
 
