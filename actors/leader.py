@@ -192,13 +192,12 @@ class Leader(Actor, Generic[R]):
         raise NotImplementedError
 
     def of_router(self, router: Address, room_id: int) -> R | None:
-        """The room, if it is that router's own: the end of another one of this id, refused here, must not end it."""
+        """The room, if it is that router's own: the end of another of this id, refused here, must not end it."""
         room = self.rooms.get(room_id)
         return room if room is not None and room.router.incarnation == router.incarnation else None
 
     def _stop(self, front: Address, message: Stop) -> None:
         room, meant = self.rooms.get(message.room), (front.incarnation, message.request, message.attempt)
-        # Or another room was meant, which was refused here.
         if room is not None and meant == (room.spec.front.incarnation, room.spec.request, room.attempt):
             self.fail(room, self.STOP, "the client has gone", "", "aborted")
 

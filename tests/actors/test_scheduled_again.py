@@ -12,6 +12,7 @@ import pytest
 
 from kvferry.actors.settings import ClockSettings, DecodeSettings, FaultSettings
 from kvferry.protocol.messages import Destination, Drained, OpenPrefill
+from kvferry.protocol.rank import EARLY, PREFILL_COMPLETE
 from kvferry.protocol.receiver import ReceiverState
 from kvferry.sim.loop import run
 from kvferry.sim.system import SimOptions, SimSystem
@@ -38,15 +39,20 @@ def room_of_each_attempt(opened: list[OpenPrefill]) -> dict[int, list[OpenPrefil
     return found
 
 
+@pytest.mark.parametrize("policy", [EARLY, PREFILL_COMPLETE])
 @pytest.mark.parametrize("why", ["retracted", "the front lost decode"])
-def test_case_37_one_push_per_room_and_a_room_per_attempt(client_of: Any, wait_until: Any, why: str) -> None:
+def test_case_37_one_push_per_room_and_a_room_per_attempt(
+    client_of: Any, wait_until: Any, why: str, policy: str
+) -> None:
     """Case 37: four requests in a pool of one and a half, or a link to decode that breaks in mid-answer. Each attempt
     is a room: its prompt is what the client has, computed whole; one Destination; one transfer of its own bytes; and
     decode never receives without one on its way. With 2 s for any wait, a wait for a second push would end the request.
     """
     limits = ClockSettings(prefill_wait_s=2.0, transfer_wait_s=2.0)
     pages = 15 if why == "retracted" else 64
-    options = SimOptions(decode=DecodeSettings(pool_pages=pages), clocks=limits, faults=FaultSettings(delay_ms=2))
+    options = SimOptions(
+        decode=DecodeSettings(pool_pages=pages), clocks=limits, faults=FaultSettings(delay_ms=2), policy=policy
+    )
 
     async def main() -> None:
         async with SimSystem(options) as system:
