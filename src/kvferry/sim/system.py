@@ -279,7 +279,7 @@ class SimSystem:
         if role == "prefill":
             return Prefill(parts, options.prefill), endpoint
         if role == "unified":
-            return UnifiedLeader(replace(parts, endpoint=Nowhere(links.address.incarnation)), options.unified), None
+            return UnifiedLeader(replace(parts, endpoint=Nowhere()), options.unified), None
         decode = Decode(parts, options.decode)
         inbox.deliver = decode.notified
         return decode, endpoint
