@@ -31,6 +31,11 @@ class Writer:
     def send(self, number):
         self.process.send_signal(number)
 
+    def stands_still(self):
+        """A call into the kernel that was under way ends first."""
+        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/stat")
+        return all(task.read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
+
 
 @pytest.fixture
 async def start_writer():
@@ -86,6 +91,7 @@ async def under_attack(request, make_site, start_writer, tools):
     memory = target.memory.arrays[0]
     await changes(memory, tools)
     writer.send(signal.SIGSTOP)
+    await tools.soon(writer.stands_still)
     return target, writer, memory
 
 
