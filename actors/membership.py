@@ -70,6 +70,11 @@ class Membership:
         if self.is_registry(peer):
             self._address, self.accepted = None, False
 
+    def tell(self, message: Message) -> None:
+        """Something for the registry; lost while there is no link to it."""
+        if self._address is not None:
+            self._network.send(self._address.incarnation, message)
+
     def _say_hello(self) -> None:
         if self._address is not None and self._network.is_up(self._address.incarnation):
             self._network.send(self._address.incarnation, self._hello)

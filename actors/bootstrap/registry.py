@@ -8,7 +8,7 @@ from typing import Any
 from kvferry.actors.actor import Actor
 from kvferry.actors.ports import Clock, LostReason, Network
 from kvferry.protocol.address import Address
-from kvferry.protocol.messages import Register, Registered, RegistrationRefused, Roster, Watch
+from kvferry.protocol.messages import OverBudget, Register, Registered, RegistrationRefused, Roster, Watch
 from kvferry.protocol.rank import Layout, RankInfo
 
 #: A request needs one instance of each, or a unified one.
@@ -100,6 +100,10 @@ def _mismatch(info: RankInfo, other: RankInfo) -> str | None:
     return None
 
 
+#: What a decode says of its quarantine it says once a second; older news may be over.
+FRESH_S = 3.0
+
+
 @dataclass(frozen=True)
 class StartFailed:
     """Item: an instance's process could not be started."""
@@ -130,8 +134,9 @@ class Registry(Actor):
         self._wanted = wanted
         self._version = 0
         self._watchers: dict[int, str] = {}
+        self._overdue: dict[tuple[int, int], tuple[float, str, OverBudget]] = {}  # by who says it, and of whom
         self._failures: dict[str, tuple[int, str]] = {}  # by instance: how often in a row, and the last error
-        self._on_message = {Register: self._register, Watch: self._watch}
+        self._on_message = {Register: self._register, Watch: self._watch, OverBudget: self._over_budget}
 
     def roster(self) -> Roster:
         failures = (f"{name} could not start ({n} times): {error}" for name, (n, error) in self._failures.items())
@@ -151,6 +156,16 @@ class Registry(Actor):
         """
         self._mailbox.put(Wanted(dict(numbers), frozenset(names)))
         return self.roster()
+
+    async def over_budget(self) -> list[tuple[str, OverBudget]]:
+        """Called by the controller: (who says it, what), if it was said just now, and told to nobody yet."""
+        fresh_s = self.clock.now_s() - FRESH_S
+        found = [(name, overdue) for at_s, name, overdue in self._overdue.values() if at_s >= fresh_s]
+        self._overdue.clear()
+        return found
+
+    def _over_budget(self, peer: Address, message: OverBudget) -> None:
+        self._overdue[peer.incarnation, message.incarnation] = (self.clock.now_s(), peer.name, message)
 
     async def status(self) -> dict[str, Any]:
         address = self.network.address

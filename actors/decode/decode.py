@@ -9,11 +9,14 @@ import msgspec
 
 from kvferry.actors.decode.arrival import metadata_of, problem_of
 from kvferry.actors.decode.batch import Batch
+from kvferry.actors.decode.quarantine import Quarantine
 from kvferry.actors.decode.room import DecodeRoom
+from kvferry.actors.decode.writers import Accepted, ShutOut, Writers, awaiting, is_covered
 from kvferry.actors.leader import Leader
 from kvferry.actors.leg_room import RANK
 from kvferry.actors.load import Recent
 from kvferry.actors.parts import Parts
+from kvferry.actors.ports import LostReason
 from kvferry.actors.settings import DecodeSettings
 from kvferry.engine.contract import Drawn, Sequence, StepPlan, StepResult
 from kvferry.engine.history import Past
@@ -30,6 +33,7 @@ from kvferry.protocol.messages import (
     Committed,
     Destination,
     Drained,
+    Draining,
     Failed,
     Load,
     Logprobs,
@@ -66,12 +70,15 @@ class Decode(Leader[DecodeRoom]):
         super().__init__(parts)
         self.settings = settings
         self.batch = Batch(self.rooms, self.ledger, self.page_size, settings.max_running)
-        self._agent = encode_descriptor(self.endpoint.descriptor())
+        self.writers = Writers(self.endpoint, self.spawn, self._mailbox.put)
+        self.quarantine = Quarantine(
+            self.rooms, self.writers, self.network, self.ledger, self.endpoint.proofs, settings, self.counts
+        )
         self._moved = 0  # news of rooms that receive: for those that wait for their places it is progress, as a step is
         self._places = Recent()  # requests that ran, and for how long each had its place
         self._on_message |= {
             OpenDecode: self._open, Abort: self._abort, Drained: self._drained, UnknownRoom: self._unknown,
-            Progress: self._progress_of_prefill, PrefillDone: self._prefill_done,
+            Progress: self._progress_of_prefill, PrefillDone: self._prefill_done, Draining: self._draining,
         }  # fmt: skip
 
     @property
@@ -87,10 +94,15 @@ class Decode(Leader[DecodeRoom]):
         self._mailbox.put(Notified(agent, payload))
 
     def receive(self, item: Any) -> None:
-        if isinstance(item, Notified):
-            self._notified(item)
-        else:
-            super().receive(item)
+        match item:
+            case Notified():
+                self._notified(item)
+            case Accepted():
+                self._accepted(item)
+            case ShutOut():
+                self._shut_out(item)
+            case _:
+                super().receive(item)
 
     # --- messages ---
 
@@ -140,6 +152,14 @@ class Decode(Leader[DecodeRoom]):
             cause = self.cause(room, "handoff_failed", "prefill does not know the room", "RECEIVING", peer.name)
             self.act(room, room.machine.handle(ReceiverEvent.UNKNOWN, cause))
 
+    def _draining(self, peer: Address, message: Draining) -> None:
+        """Not yet quiet; or, when a write broke, never by prefill's own word."""
+        room = self._of_prefill(peer, message.room)
+        if room is None:
+            self.network.send(peer.incarnation, UnknownRoom(message.room, self.role))
+        elif message.broken:
+            self.quarantine.broken(peer.incarnation)
+
     def _progress_of_prefill(self, peer: Address, message: Progress) -> None:
         room = self._of_prefill(peer, message.room)
         if room is None:
@@ -170,11 +190,12 @@ class Decode(Leader[DecodeRoom]):
         return [room.spec.front, room.peer]
 
     def link_up(self, peer: Address) -> None:
+        self.quarantine.new_session(peer)  # before rooms are opened on it
         super().link_up(peer)
-        for room in self.leg_rooms():
-            # A new session with a prefill whose rooms still wait for proof: ask again. UnknownRoom answers it too.
-            if room.peer.incarnation == peer.incarnation and room.machine.state is ReceiverState.RELEASING:
-                self._abort_writer(room)
+
+    def link_lost(self, peer: Address, reason: LostReason) -> None:
+        super().link_lost(peer, reason)
+        self.quarantine.lost(peer)
 
     def peer_exited(self, peer: Address) -> None:
         """The end of the writer is proof only where a transport says so (design §5)."""
@@ -187,6 +208,7 @@ class Decode(Leader[DecodeRoom]):
                 self.act(room, room.machine.writer_exited(peer.incarnation, cause))
             else:
                 self.act(room, room.machine.handle(ReceiverEvent.PREFILL_LOST, cause))
+        self.writers.shut_out(peer.incarnation)
 
     # --- admission, receiving, commit ---
 
@@ -197,17 +219,47 @@ class Decode(Leader[DecodeRoom]):
 
     def _hand_out(self, room: DecodeRoom) -> None:
         assert room.holding is not None
-        pages = room.holding.pages[: pages_needed(room.prompt_tokens, self.page_size)]
-        descriptor = self.endpoint.descriptor()
-        destination = Destination(
-            room.room, pages, 0, room.holding.rows[0], self._agent, descriptor.generation, tuple(room.machine.writers)
-        )
-        self.ledger.lease(room.holding, room.machine.writers)
-        self._expect(room, True)
         room.clocks.wait(Wait.TRANSFER if self.info.computes_first else Wait.PREFILL, self.clock.now_s())
         self.tell_room(room, Admitted(room.room, len(room.holding.pages)))
+        self._send_destination(room)
+
+    def _send_destination(self, room: DecodeRoom) -> None:
+        """Once there is an agent for each process that is to write."""
+        assert room.holding is not None
+        descriptors = self.writers.descriptors(room.machine.writers.values())
+        if descriptors is None:
+            return
+        pages = room.holding.pages[: pages_needed(room.prompt_tokens, self.page_size)]
+        agent, ranks = descriptors[room.peer.incarnation], tuple(room.machine.writers)
+        destination = Destination(
+            room.room, pages, 0, room.holding.rows[0], encode_descriptor(agent), agent.generation, ranks
+        )
+        room.agents = {writer: descriptor.generation for writer, descriptor in descriptors.items()}
+        self.ledger.lease(room.holding, room.machine.writers)
+        self._expect(room, True)
         if not self.network.send(room.peer.incarnation, destination):
             self.fail(room, ReceiverEvent.PREFILL_LOST, "there is no link to prefill", room.peer.name)
+
+    def _accepted(self, item: Accepted) -> None:
+        if not self.writers.accepted(item):
+            return
+        for room in awaiting(self.leg_rooms(), item.writer):
+            if item.descriptor is not None:
+                self._send_destination(room)
+            else:
+                self.fail(room, ReceiverEvent.FAIL, item.error, room.peer.name, "handoff_failed")
+
+    def _shut_out(self, item: ShutOut) -> None:
+        """Every room on the agent that is gone has failed; others get a new one."""
+        if item.proof is not None:
+            self.counts["writers shut out"] += 1
+            for room in self.leg_rooms():
+                if is_covered(room, item.proof):
+                    text, state = f"{room.peer.name} has been shut out", room.machine.state.name
+                    cause = self.cause(room, "peer_lost", text, state, room.peer.name)
+                    self.act(room, room.machine.writer_revoked(item.writer, cause))
+        for room in awaiting(self.leg_rooms(), item.writer):
+            self._send_destination(room)
 
     def _notified(self, item: Notified) -> None:
         news = decode_notification(item.payload)
@@ -321,7 +373,10 @@ class Decode(Leader[DecodeRoom]):
         assert room.holding is not None
         room.clocks.stop()
         self.batch.leave(room)
-        self.ledger.quarantine(room.holding)
+        if room.agents:
+            self.quarantine.begin(room, self.clock.now_s())
+        else:
+            self.act(room, room.machine.never_given())
 
     def _release(self, room: DecodeRoom) -> None:
         """The pages return on proof: the machine orders this only when it has one; the ledger checks it again."""
@@ -329,8 +384,11 @@ class Decode(Leader[DecodeRoom]):
         if holding is not None:
             if room.last_token >= 0:  # it ran
                 self._places.add(1, self.clock.now_s() - room.admitted_s)
+            quarantined = holding.quarantined
             self.ledger.release(holding, Quiescent(holding.id, Stepped(self.forward.done), room.peer_proof))
             room.holding = None
+            if quarantined:
+                self.tell_room(room, self.quarantine.end(room, len(holding.pages), self.clock.now_s()))
         self._expect(room, False)
         self.batch.leave(room)
         del self.rooms[room.room]
@@ -343,10 +401,7 @@ class Decode(Leader[DecodeRoom]):
     # --- clocks and status ---
 
     def report_progress(self) -> None:
-        for room in self.leg_rooms():
-            # Proof comes over a link: if prefill still lives, a new session answers (see `link_up`).
-            if room.machine.state is ReceiverState.RELEASING:
-                self.seek_proof(room)
+        self.seek_proof()
         for position, room_id in enumerate(self.waiting):
             room = self.rooms[room_id]
             news = self.progress(room, "queued", position=position + 1)
@@ -358,8 +413,14 @@ class Decode(Leader[DecodeRoom]):
     def load(self) -> Load:
         return self.batch.load(self.role, self._places.mean_s)
 
-    def seek_proof(self, room: DecodeRoom) -> None:
-        self.network.dial(room.peer)
+    def seek_proof(self) -> None:
+        self.quarantine.seek(self.clock.now_s())
+        for overdue in self.quarantine.over_budget(self.clock.now_s()):
+            self.membership.tell(overdue)
+
+    async def end_writer(self, incarnation: int) -> bool:
+        """A call, by the controller (`Quarantine.end_writer`)."""
+        return self.quarantine.end_writer(incarnation, self.clock.now_s())
 
     def queues(self) -> dict[str, int]:
         return self.batch.queues()

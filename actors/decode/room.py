@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvferry.actors.leg_room import LegRoom
 from kvferry.engine.contract import TextStream
@@ -16,7 +16,9 @@ from kvferry.protocol.receiver import ReceiverMachine
 class DecodeRoom(LegRoom):
     """`peer` is prefill's leader. `generated` counts the answer's tokens, frozen ones and prefill's included;
     `last_token` is the one to feed next; `expecting` while the data plane looks out for the room's notification;
-    `claim` is its place in the batch, from the moment that the leg is open; `admitted_s` when it got its pages.
+    `claim` is its place in the batch, from the moment that the leg is open; `admitted_s` when it got its pages, and
+    `quarantined_s` when it had no more use for them. `agents` are those that the destination names, once it has left:
+    the writer's incarnation -> the generation of the agent that it was given.
     """
 
     machine: ReceiverMachine
@@ -25,6 +27,8 @@ class DecodeRoom(LegRoom):
     claim: Claim | None = None
     expecting: bool = False
     admitted_s: float = 0.0
+    quarantined_s: float = 0.0
+    agents: dict[int, int] = field(default_factory=dict)
     generated: int = 0
     last_token: int = -1
 

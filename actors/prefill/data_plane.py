@@ -36,7 +36,9 @@ class WriteEnded(msgspec.Struct, frozen=True):
 
 
 class DataPlane:
-    """`spawn` and `post` are the leader's. A decode process is connected to once, and given up when it has ended."""
+    """`spawn` and `post` are the leader's. A decode process is connected to once for each agent that it gives us, and
+    only the last one counts: it gives another when it has shut us out of the one before.
+    """
 
     def __init__(
         self,
@@ -71,8 +73,14 @@ class DataPlane:
         except TransferError as error:
             self._post(Connected(room, None, str(error)))
 
-    def connected(self, room: PrefillRoom, target: Peer) -> None:
-        room.target = self._targets[room.peer.incarnation] = target
+    def connected(self, target: Peer) -> None:
+        before = self._targets.get(target.descriptor.incarnation)
+        if before is not None and before.descriptor.generation > target.descriptor.generation:
+            self._spawn(self._endpoint.disconnect(target))
+            return
+        self._targets[target.descriptor.incarnation] = target
+        if before is not None and before is not target:
+            self._spawn(self._endpoint.disconnect(before))
 
     def plan(self, room: PrefillRoom, last: bool) -> ChunkWrite:
         """The room's next write; perhaps it has no spans. With `last`, its row is filled in."""
@@ -100,9 +108,13 @@ class DataPlane:
         assert room.target is not None
         self._endpoint.notify(room.target, encode_notification(Notification(room.room, RANK, self._incarnation)))
 
-    def forget(self, incarnation: int) -> None:
-        """The decode process has ended."""
-        self._writer.forget(incarnation)
+    def disconnect(self, incarnation: int) -> None:
+        """Every write to it ends, and nothing reads its source any more."""
         target = self._targets.pop(incarnation, None)
         if target is not None:
             self._spawn(self._endpoint.disconnect(target))
+
+    def forget(self, incarnation: int) -> None:
+        """The decode process has ended."""
+        self._writer.forget(incarnation)
+        self.disconnect(incarnation)

@@ -10,6 +10,7 @@ from kvferry.actors.leader import Leader, drop
 from kvferry.actors.leg_room import RANK
 from kvferry.actors.load import Recent
 from kvferry.actors.parts import Parts
+from kvferry.actors.ports import LostReason
 from kvferry.actors.prefill.data_plane import Connected, DataPlane, WriteEnded
 from kvferry.actors.prefill.kept import line_up
 from kvferry.actors.prefill.pages import SourcePages
@@ -28,11 +29,13 @@ from kvferry.protocol.messages import (
     AbortTransfer,
     Destination,
     Drained,
+    Draining,
     Failed,
     Load,
     OpenPrefill,
     PrefillDone,
     Progress,
+    Reconcile,
     UnknownRoom,
 )
 from kvferry.protocol.sender import SenderEvent, SenderMachine, SenderState
@@ -67,6 +70,7 @@ class Prefill(Leader[PrefillRoom]):
         self._on_message |= {
             OpenPrefill: self._open, Destination: self._destination, Abort: self._abort,
             AbortTransfer: self._abort_transfer, Progress: self._progress_of_decode, UnknownRoom: self._unknown,
+            Reconcile: self._reconcile,
         }  # fmt: skip
 
     def receive(self, item: Any) -> None:
@@ -123,22 +127,52 @@ class Prefill(Leader[PrefillRoom]):
             return None
         return self.act(room, room.machine.handle(SenderEvent.ABORT_TRANSFER, message.cause))
 
+    def _reconcile(self, peer: Address, message: Reconcile) -> None:
+        """An answer for each room: it is not here, it has drained by this very question, or it still drains."""
+        cause = Cause("peer_lost", f"{peer.name} has given the room up", "decode", peer=peer.name)
+        for room_id in message.rooms:
+            self._abort_transfer(peer, AbortTransfer(room_id, cause))
+            room = self.rooms.get(room_id)
+            if room is not None and room.peer.incarnation == peer.incarnation:
+                self._say_draining(room)
+
+    def _say_draining(self, room: PrefillRoom) -> None:
+        broken = room.machine.state is SenderState.BROKEN
+        self.network.send(room.peer.incarnation, Draining(room.room, RANK, broken))
+
     def _progress_of_decode(self, peer: Address, message: Progress) -> None:
         room = self.rooms.get(message.room)
         if room is not None and peer.incarnation == room.peer.incarnation:
             room.clocks.queued("decode", message.position, message.step, 0, self.clock.now_s())
 
-    def _unknown(self, _peer: Address, _message: UnknownRoom) -> None:
-        """A room or a decode that has ended knows nothing of what we copied to it; that is normal."""
+    def _unknown(self, peer: Address, message: UnknownRoom) -> None:
+        """A room or a decode that has ended knows nothing of what we copied to it; that is normal. Where one of our
+        writes broke, decode has found its proof without us."""
         self.counts["told of an unknown room"] += 1
+        room = self.rooms.get(message.room)
+        if room is not None and room.peer.incarnation == peer.incarnation:
+            self.act(room, room.machine.handle(SenderEvent.UNKNOWN))
 
     # --- links ---
 
+    def link_lost(self, peer: Address, reason: LostReason) -> None:
+        """Over a transport where decode has to take part it shuts us out now, if it lives; if it stands still, our
+        writes would be under way for as long. Without the agent nothing reads their pages.
+        """
+        super().link_lost(peer, reason)
+        if self.endpoint.proofs.revoked:
+            self._data_plane.disconnect(peer.incarnation)
+        if reason is LostReason.REPLACED:  # the process that could ask for broken rooms is gone
+            self._decode_gone(peer)
+
     def peer_exited(self, peer: Address) -> None:
+        self._decode_gone(peer)
+        self._data_plane.forget(peer.incarnation)
+
+    def _decode_gone(self, peer: Address) -> None:
         for room in self.leg_rooms():
             if room.peer.incarnation == peer.incarnation:
                 self.fail(room, SenderEvent.DECODE_EXITED, f"process {peer.pid} of {peer.name} has ended", peer.name)
-        self._data_plane.forget(peer.incarnation)
 
     # --- reserve, compute ---
 
@@ -215,12 +249,17 @@ class Prefill(Leader[PrefillRoom]):
 
     def _connected(self, item: Connected) -> None:
         room = self.rooms.get(item.room)
+        if item.peer is not None:
+            self._data_plane.connected(item.peer)
+            target = item.peer.descriptor.incarnation
+            if self.endpoint.proofs.revoked and not self.network.is_up(target):  # it came too late
+                self._data_plane.disconnect(target)
         if room is None or room.machine.state is not SenderState.QUEUED:
             return
         if item.peer is None:
             self.fail(room, SenderEvent.FAIL, item.error, room.peer.name, "handoff_failed")
             return
-        self._data_plane.connected(room, item.peer)
+        room.target = item.peer
         self._line_up(room)
 
     def _line_up(self, room: PrefillRoom) -> None:
@@ -289,6 +328,7 @@ class Prefill(Leader[PrefillRoom]):
                 case sender.Strand():
                     self.tell_room(room, AbortAck(room.room, self.role, RANK))
                     self._free_pages(room)
+                    self._say_draining(room)
 
     def _deliver(self, room: PrefillRoom) -> None:
         self._data_plane.notify(room)
@@ -321,6 +361,10 @@ class Prefill(Leader[PrefillRoom]):
         return super().block_tables() | self._pages.tables()
 
     def report_progress(self) -> None:
+        for room in self.leg_rooms():
+            if room.machine.state is SenderState.BROKEN:  # until decode has found another proof
+                self.network.dial(room.peer)
+                self._say_draining(room)
         for position, room_id in enumerate((*self.active, *self.waiting)):
             room = self.rooms[room_id]
             news = self.progress(room, "queued", position=position, chunk=room.chunk - 1)

@@ -24,6 +24,7 @@ from kvferry.protocol.messages import (
     PrefillDone,
     Progress,
     Received,
+    Released,
     UnknownRoom,
 )
 from kvferry.protocol.room import DECODE, PREFILL, End, Resolve, RoomEvent, RoomMachine, SendLeg
@@ -187,6 +188,9 @@ class Room:
         self._note("abort acked", leg, rank=message.rank)
         self._stopped(leg)
 
+    def _released(self, leg: str, message: Released) -> None:
+        self.journal.released(self.clock.now_s(), message)
+
     def _unknown(self, leg: str, _message: UnknownRoom) -> None:
         self._note("unknown room", leg)
         self._stopped(leg)
@@ -255,5 +259,5 @@ class Room:
 HEARD: dict[type[Message], Callable[[Room, str, Any], None]] = {
     Opened: Room._opened, Admitted: Room._admitted, Progress: Room._progress, PrefillDone: Room._prefill_done,
     Received: Room._received, Drained: Room._drained, Committed: Room._committed, Failed: Room._failed,
-    AbortAck: Room._abort_acked, UnknownRoom: Room._unknown,
+    AbortAck: Room._abort_acked, UnknownRoom: Room._unknown, Released: Room._released,
 }  # fmt: skip

@@ -26,7 +26,17 @@ from kvferry.obs.rooms import RoomStatistics
 from kvferry.protocol.address import Address
 from kvferry.protocol.errors import Cause, Draining
 from kvferry.protocol.kvpoll import KVPoll
-from kvferry.protocol.messages import Admitted, Load, Message, Opened, PrefillDone, Roster, UnknownRoom, Watch
+from kvferry.protocol.messages import (
+    Admitted,
+    Load,
+    Message,
+    Opened,
+    PrefillDone,
+    Released,
+    Roster,
+    UnknownRoom,
+    Watch,
+)
 from kvferry.protocol.outcome import Outcome
 from kvferry.protocol.rank import RankInfo
 from kvferry.protocol.request import RequestSpec
@@ -194,10 +204,21 @@ class Router(Actor):
             self._note(guest, peer, message)
             if not guest.room.post(FromLeg(peer, message)):
                 self.network.drop(peer.incarnation)
-            return
+        elif isinstance(message, Released):
+            self._released(message)
+        else:
+            self._stray(peer, message)
+
+    def _stray(self, peer: Address, message: Any) -> None:
         self.counts["messages for unknown rooms"] += 1
         if not isinstance(message, UnknownRoom):
             self.network.send(peer.incarnation, UnknownRoom(message.room, "router"))
+
+    def _released(self, message: Released) -> None:
+        """Late news for the journal of a room that has ended."""
+        journal = self.ended.get(message.room)
+        if journal is not None:
+            journal.released(self.clock.now_s(), message)
 
     def _note(self, guest: Guest, peer: Address, message: Any) -> None:
         """What the choice of later pairs needs to know of a room's progress."""

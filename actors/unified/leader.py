@@ -95,7 +95,7 @@ class UnifiedLeader(Decode):
         room.clocks.stop()
         self.batch.leave(room)
 
-    def seek_proof(self, room: DecodeRoom) -> None:
+    def seek_proof(self) -> None:
         """It comes with the end of the forward."""
 
     def _commit(self, room: DecodeRoom) -> None:

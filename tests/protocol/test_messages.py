@@ -50,6 +50,9 @@ EXAMPLES: list[m.Message] = [
     m.Destination(5, (7, 0, 3), 0, 2, b"\x00\xff", 1, (0, 1)),
     m.AbortTransfer(5, CAUSE),
     m.Drained(5, 0, True, kv_bytes=1 << 40, metadata_bytes=256),
+    m.Reconcile((5, 1 << 62)),
+    m.Draining(5, 0, broken=True),
+    m.Released(5, "drained and revoked", 13, 2.5),
     m.TokenBatch("decode", (m.Token(1, 0, 5, 0, 42, "é", "stop"), m.Token(1, 0, 5, 1, 43, ""))),
     m.Stop(1, 0, 5),
     m.TokenBatch("decode", (m.Token(1, 0, 5, 0, 42, "", "", m.Logprobs(-0.25, ((42, -0.25), (7, -1.5)))),)),
@@ -60,6 +63,7 @@ EXAMPLES: list[m.Message] = [
     m.Registered(3),
     m.RegistrationRefused("held", True),
     m.Watch("router-0"),
+    m.OverBudget("prefill-0", 1 << 63, 13, 301.5),
     m.Roster(4, (INFO,), False, ("decode: 0 of 1 instances are complete",)),
 ]
 
@@ -81,6 +85,9 @@ WIRE = {
     "Destination": "room pages prefix_tokens metadata_slot agent generation required_acks",
     "AbortTransfer": "room cause",
     "Drained": "room rank complete kv_bytes= metadata_bytes=",
+    "Reconcile": "rooms",
+    "Draining": "room rank broken=",
+    "Released": "room proof pages quarantined_s",
     "TokenBatch": "leg tokens",
     "Stop": "request attempt room",
     "Retracted": "request attempt room next_index",
@@ -89,6 +96,7 @@ WIRE = {
     "Registered": "version",
     "RegistrationRefused": "reason retry",
     "Watch": "name",
+    "OverBudget": "instance incarnation pages quarantined_s",
     "Roster": "version ranks ready missing=",
 }
 PARTS = {

@@ -1,8 +1,8 @@
 """A target in a process of its own: `python peer_process.py TRANSPORTS INCARNATION SEED WRITER`.
 
-Prints its descriptor for that writer in hex. At each notification, a JSON list [source pages, target pages], it compares its
-memory, byte by byte, with what a source filled from SEED must have put there, and prints "right" or "wrong".
-Ends when its standard input does.
+Prints its descriptor for that writer in hex. At each notification, a JSON list [source pages, target pages], it
+compares its memory, byte by byte, with what a source filled from SEED must have put there, and prints "right" or
+"wrong". Ends when its standard input does.
 """
 
 import asyncio

@@ -208,7 +208,7 @@ async def test_proofs_are_those_of_the_transport(make_site, tools):
 
 
 async def test_each_writer_has_a_descriptor_of_its_own_until_it_is_revoked(ends):
-    source, target, _ = ends
+    _, target, _ = ends
     first, other = await target.endpoint.accept(0x51), await target.endpoint.accept(0x53)
     assert first == await target.endpoint.accept(0x51) and first.agent != other.agent
     assert first.incarnation == other.incarnation == 0x52 and first.generation != other.generation

@@ -171,6 +171,36 @@ class Drained(Message, frozen=True):
     metadata_bytes: int = 0
 
 
+class Reconcile(Message, frozen=True):
+    """Decode -> prefill, first in each new session: it has given these rooms up and can't prove that nobody writes to
+    their pages. Prefill stops what is left of each and answers for each: `Drained`, `Draining`, or `UnknownRoom`, which
+    counts as drained, since a room is forgotten only when its writes have ended.
+    """
+
+    rooms: tuple[int, ...]
+
+
+class Draining(Message, frozen=True):
+    """Source rank -> owner of the target pages: the room's writes have not all ended; `Drained` will follow.
+
+    `broken`: it won't, since a write ended without saying what landed. Said again and again, until decode no longer
+    knows the room.
+    """
+
+    room: int
+    rank: int
+    broken: bool = False
+
+
+class Released(Message, frozen=True):
+    """Decode -> room, perhaps long after its end: quarantined pages are free again, and by which proof."""
+
+    room: int
+    proof: str
+    pages: int
+    quarantined_s: float
+
+
 # --- Tokens: leaders <-> front -----------------------------------------------------------------------------
 
 
@@ -273,6 +303,17 @@ class Watch(Message, frozen=True):
     name: str
 
 
+class OverBudget(Message, frozen=True):
+    """Decode -> registry, for the controller, once a second: pages here wait for the end of a process of `instance`,
+    more of them or longer than the configuration allows.
+    """
+
+    instance: str
+    incarnation: int
+    pages: int
+    quarantined_s: float
+
+
 class Roster(Message, frozen=True):
     """Every registered rank, and whether each role that is wanted is complete. `missing` says what is not."""
 
@@ -285,8 +326,9 @@ class Roster(Message, frozen=True):
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
     OpenPrefill | OpenDecode | Opened | Admitted | Progress | PrefillDone | Received | Committed | Failed
-    | Abort | AbortAck | UnknownRoom | Destination | AbortTransfer | Drained | TokenBatch | Stop | Retracted
-    | Load | Register | Registered | RegistrationRefused | Watch | Roster
+    | Abort | AbortAck | UnknownRoom | Destination | AbortTransfer | Drained | Reconcile | Draining | Released
+    | TokenBatch | Stop | Retracted
+    | Load | Register | Registered | RegistrationRefused | Watch | OverBudget | Roster
 )  # fmt: skip
 
 

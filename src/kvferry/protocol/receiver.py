@@ -255,10 +255,14 @@ class ReceiverMachine(Machine[ReceiverState, ReceiverEvent]):
         return frozenset(self.writers)
 
     @property
-    def quiet(self) -> bool:
-        """Of each rank that may write there is proof that it won't any more."""
+    def not_quiet(self) -> set[int]:
+        """The processes that may write, and of which there is no proof that they won't any more."""
         gone = self.exited | self.revoked
-        return all(rank in self.acks or incarnation in gone for rank, incarnation in self.writers.items())
+        return {incarnation for rank, incarnation in self.writers.items() if rank not in self.acks} - gone
+
+    @property
+    def quiet(self) -> bool:
+        return not self.not_quiet
 
     def handle(self, event: ReceiverEvent, cause: Cause | None = None) -> list[ReceiverCommand]:
         """Apply an event. `cause` goes with every event that ends the room; the first is kept."""
@@ -299,6 +303,12 @@ class ReceiverMachine(Machine[ReceiverState, ReceiverEvent]):
     def all_received(self) -> bool:
         """Every required rank's notification is in: the caller checks the metadata and fires ALL_RECEIVED."""
         return self.state is S.RECEIVING and self.received >= self.writers.keys()
+
+    def never_given(self) -> list[ReceiverCommand]:
+        """The destination has not left, and won't any more: nobody has anything to drain."""
+        self.acks |= self.required_acks
+        internal = self.after()
+        return self.fire(internal) if internal is not None else []
 
     def step_started(self) -> None:
         self.stepping = True

@@ -38,7 +38,7 @@ from kvferry.protocol.rank import EARLY, Layout, RankInfo
 from kvferry.sim.hosting import SimHosting
 from kvferry.sim.loop import VirtualClock
 from kvferry.sim.network import SimClock, SimNetwork
-from kvferry.transfer.contract import Endpoint
+from kvferry.transfer.contract import Endpoint, Proofs
 from kvferry.transfer.fake import FakeFabric
 from kvferry.transfer.faulty import FaultyEndpoint
 from kvferry.transfer.nowhere import Nowhere
@@ -55,7 +55,9 @@ def prefill_cost_s(plan: StepPlan) -> float:
 
 @dataclass(frozen=True)
 class SimOptions:
-    """Sizes, clocks and faults of a simulated system. `keep`: it has pools that scale, as the controller runs them."""
+    """Sizes, clocks and faults of a simulated system. `keep`: it has pools that scale, as the controller runs them.
+    `proofs`: those of the data plane, and with them how it behaves (None: as on one host).
+    """
 
     seed: int = 1
     prefill: PrefillSettings = PrefillSettings(chunk_tokens=32, batch_tokens=64, pool_pages=64)
@@ -71,6 +73,7 @@ class SimOptions:
     context_tokens: int = 4096
     eos_token_ids: tuple[int, ...] = ()
     bandwidth_bytes_s: float = 1e9
+    proofs: Proofs | None = None
     cost_s: Callable[[StepPlan], float] = prefill_cost_s
     keep: bool = False
     drain_s: float = 60.0
@@ -105,11 +108,13 @@ class SimSystem:
     async def __aenter__(self) -> SimSystem:
         clock = VirtualClock()
         self.network = SimNetwork(self.options.seed)
+        self.network.killer = self._killed
         self.fabric = FakeFabric(
             loop=asyncio.get_running_loop(),
             sleep=clock.sleep,
             now_s=clock.now_s,
             bandwidth_bytes_s=self.options.bandwidth_bytes_s,
+            proofs=self.options.proofs,
         )
         for role, name in self._names():
             self.spawn(role, name)
@@ -233,9 +238,14 @@ class SimSystem:
         """End a process as kill -9 does: its links, its data plane and its task are gone at once."""
         process = self.processes.pop(name)
         self.network.kill(process.address)
-        if process.endpoint is not None:
-            self.fabric.kill(process.endpoint.descriptor().agent)
+        self.fabric.kill(process.address.incarnation)
         process.task.cancel()
+
+    def _killed(self, incarnation: int) -> None:
+        """By another process. Its pool, if there is one, starts it again, as Ray does."""
+        for name, process in list(self.processes.items()):
+            if process.address.incarnation == incarnation:
+                self.kill(name)
 
     def spawn(self, role: str, name: str) -> SimProcess:
         """Start a process, also in the place of one that was killed: new incarnation, new memory."""
@@ -259,7 +269,9 @@ class SimSystem:
         settings: PrefillSettings | DecodeSettings | UnifiedSettings = getattr(options, role)
         engine = self._engine(settings.pool_pages, clock)
         inbox = Inbox()
-        endpoint: Endpoint = self.fabric.endpoint(engine.regions(), links.address.incarnation, inbox)
+        endpoint: Endpoint = self.fabric.endpoint(
+            engine.regions(), links.address.incarnation, inbox, clock.sleep, clock.running
+        )
         faults = options.faults
         if role == "prefill" and (faults.delay_ms > 0 or faults.stall_after >= 0):
             endpoint = FaultyEndpoint(
