@@ -332,6 +332,7 @@ class Leader(Actor, Generic[R]):
             "ranks": [rank],
             "queues": self.queues(),
             "pages": msgspec.to_builtins(counts),
+            "quarantined": [],  # prefill's own reads end by themselves; decode has rows (actors/decode/unproven.py)
             "counts": dict(self.counts),
             "step": self.forward.done,
             "registered": self.membership.accepted,

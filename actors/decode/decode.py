@@ -11,6 +11,7 @@ from kvferry.actors.decode.arrival import metadata_of, problem_of
 from kvferry.actors.decode.batch import Batch
 from kvferry.actors.decode.quarantine import Quarantine
 from kvferry.actors.decode.room import DecodeRoom
+from kvferry.actors.decode.unproven import quarantined
 from kvferry.actors.decode.writers import Accepted, ShutOut, Writers, awaiting, is_covered
 from kvferry.actors.leader import Leader
 from kvferry.actors.leg_room import RANK
@@ -417,6 +418,10 @@ class Decode(Leader[DecodeRoom]):
         self.quarantine.seek(self.clock.now_s())
         for overdue in self.quarantine.over_budget(self.clock.now_s()):
             self.membership.tell(overdue)
+
+    async def status(self) -> dict[str, Any]:
+        rows = quarantined(self.rooms.values(), self.endpoint.proofs, self.network.is_up, self.clock.now_s())
+        return await super().status() | {"quarantined": rows}
 
     async def end_writer(self, incarnation: int) -> bool:
         """A call, by the controller (`Quarantine.end_writer`)."""

@@ -45,8 +45,10 @@ class Writers:
         self._asked: dict[int, int] = {}  # writer -> turn; the endpoint does what it is asked in this order
         self._known: dict[int, Descriptor] = {}
 
-    def __len__(self) -> int:
-        return len(self._asked.keys() | self._known.keys())
+    @property
+    def incarnations(self) -> set[int]:
+        """Those that have an agent here, or will have one."""
+        return self._asked.keys() | self._known.keys()
 
     def descriptors(self, writers: Iterable[int]) -> dict[int, Descriptor] | None:
         """What each is to be told, or None: then `Accepted` follows for those that have no agent yet."""

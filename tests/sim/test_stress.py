@@ -45,6 +45,7 @@ from kvferry.sim.chaos import Chaos, Weights
 from kvferry.sim.checkers import Broken, Watcher, check_idle
 from kvferry.sim.loop import VirtualClock, run
 from kvferry.sim.system import SimOptions, SimSystem
+from kvferry.transfer.fake import HOST, TCP
 
 SEEDS = range(24)
 FAULTS = (0, 1, 1, 2, 3)
@@ -118,6 +119,7 @@ def options_of(random: Random, seed: int) -> SimOptions:
         clocks=CLOCKS,
         links=LINKS,
         faults=FaultSettings(delay_ms=random.choice([0, 5, 60])),
+        proofs=random.choice([HOST, TCP]),
         keep=random.random() < 0.3,
         drain_s=random.choice([0.0, 0.5, 5.0]),
         start_s=random.choice([0.0, 2.0]),

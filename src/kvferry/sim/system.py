@@ -39,7 +39,7 @@ from kvferry.sim.hosting import SimHosting
 from kvferry.sim.loop import VirtualClock
 from kvferry.sim.network import SimClock, SimNetwork
 from kvferry.transfer.contract import Endpoint, Proofs
-from kvferry.transfer.fake import FakeFabric
+from kvferry.transfer.fake import HOST, FakeFabric
 from kvferry.transfer.faulty import FaultyEndpoint
 from kvferry.transfer.nowhere import Nowhere
 
@@ -56,7 +56,7 @@ def prefill_cost_s(plan: StepPlan) -> float:
 @dataclass(frozen=True)
 class SimOptions:
     """Sizes, clocks and faults of a simulated system. `keep`: it has pools that scale, as the controller runs them.
-    `proofs`: those of the data plane, and with them how it behaves (None: as on one host).
+    `proofs`: those of the data plane, and with them how it behaves.
     """
 
     seed: int = 1
@@ -73,7 +73,7 @@ class SimOptions:
     context_tokens: int = 4096
     eos_token_ids: tuple[int, ...] = ()
     bandwidth_bytes_s: float = 1e9
-    proofs: Proofs | None = None
+    proofs: Proofs = HOST
     cost_s: Callable[[StepPlan], float] = prefill_cost_s
     keep: bool = False
     drain_s: float = 60.0

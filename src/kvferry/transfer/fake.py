@@ -14,6 +14,10 @@ from kvferry.transfer.contract import OnNotify, Proofs, Region, Spans, TransferE
 from kvferry.transfer.fake_endpoint import FakeAgent, FakeEndpoint
 from kvferry.transfer.spans import addresses
 
+#: What `ucx` proves on one host, where a writer reaches memory by itself, and over tcp, where the target takes part.
+HOST = Proofs(drained=True, exited=True, revoked=False)
+TCP = Proofs(drained=True, exited=False, revoked=True)
+
 
 class FakeFabric:
     """What joins the endpoints. `proofs` is what they claim, and how they behave; the default is that of `ucx` on one
@@ -32,14 +36,14 @@ class FakeFabric:
         bandwidth_bytes_s: float = 1e9,
         batch_bytes: int = 8 * 1024 * 1024,
         check_bytes: bool = True,
-        proofs: Proofs | None = None,
+        proofs: Proofs = HOST,
         late_s: float = 0.5,
     ) -> None:
         self.loop, self.sleep, self.now_s = loop, sleep, now_s
         self.bandwidth_bytes_s = bandwidth_bytes_s
         self.batch_bytes = batch_bytes
         self.check_bytes = check_bytes
-        self.proofs = proofs or Proofs(drained=True, exited=True, revoked=False)
+        self.proofs = proofs
         self.late_s = late_s
         self._endpoints: dict[int, FakeEndpoint] = {}
         self._agents: dict[str, FakeAgent] = {}
@@ -98,10 +102,10 @@ class FakeFabric:
     def _land(self, batch: Spans, data: list[bytes], agent: str) -> None:
         target = self.find(agent)
         if target is not None:
-            self.land(batch, data, target.endpoint.regions)
+            self.land(batch, data, target)
 
-    def land(self, batch: Spans, data: list[bytes], target: tuple[Region, ...]) -> None:
+    def land(self, batch: Spans, data: list[bytes], target: FakeAgent) -> None:
         """What was under way is placed, though its writer may be gone."""
-        ends = addresses(batch, target, "target").tolist()
+        ends = addresses(batch, target.endpoint.regions, "target").tolist()
         for end, piece in zip(ends, data, strict=False):
             ctypes.memmove(end, piece, len(piece))
