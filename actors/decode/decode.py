@@ -159,7 +159,7 @@ class Decode(Leader[DecodeRoom]):
         if room is None:
             self.network.send(peer.incarnation, UnknownRoom(message.room, self.role))
         elif message.broken:
-            self.quarantine.broken(peer.incarnation)
+            self.quarantine.broken(room, peer.incarnation)
 
     def _progress_of_prefill(self, peer: Address, message: Progress) -> None:
         room = self._of_prefill(peer, message.room)

@@ -58,10 +58,10 @@ class Quarantine:
             for writer in {peer.incarnation} | fellows:
                 self._writers.shut_out(writer)
 
-    def broken(self, writer: int) -> None:
-        """One of its writes ended without its knowing what landed: no word of its own will come."""
-        if self._proofs.revoked:
-            self._writers.shut_out(writer)
+    def broken(self, room: DecodeRoom, writer: int) -> None:
+        """A write of the room ended without its writer's knowing what landed: no word of its own will come."""
+        if self._proofs.revoked and writer in room.machine.not_quiet:
+            self._writers.shut_out_of(room, writer)
 
     def seek(self, now_s: float) -> None:
         """Again and again. Proof comes over a link: if prefill still lives, a new session answers."""
@@ -69,7 +69,7 @@ class Quarantine:
             self._network.dial(room.peer)
             if self._proofs.revoked and now_s - room.quarantined_s >= self._settings.revoke_after_s:
                 for writer in room.machine.not_quiet:
-                    self._writers.shut_out(writer)
+                    self._writers.shut_out_of(room, writer)
 
     def over_budget(self, now_s: float) -> list[OverBudget]:
         """The processes to end, where we can't shut a writer out, and its end is proof."""

@@ -83,6 +83,13 @@ class Writers:
         self._spawn(self._revoke(writer))
         return True
 
+    def shut_out_of(self, room: DecodeRoom, writer: int) -> bool:
+        """As `shut_out`, if the agent that the room's destination names is the one there is. It may be gone already,
+        and another one in use by rooms that have nothing to do with this one.
+        """
+        known = self._known.get(writer)
+        return known is not None and room.agents.get(writer) == known.generation and self.shut_out(writer)
+
     async def _revoke(self, writer: int) -> None:
         self._post(ShutOut(writer, await self._endpoint.revoke(writer)))
 

@@ -347,3 +347,13 @@ def test_a_local_illegal_event_raises_and_changes_nothing(
         with pytest.raises(IllegalEvent, match=event.name):
             machine.handle(event, WHY)
         assert before == (machine.state, machine.cause, set(machine.acks), dict(machine.counts))
+
+
+def test_a_destination_that_never_left_needs_nobodys_proof() -> None:
+    machine = ReceiverMachine(dict(enumerate(PROCESSES)))
+    machine.handle(V.ADMIT)
+    assert machine.never_given() == [] and machine.state is S.RECEIVING, "it may still leave"
+    assert machine.not_quiet == set(PROCESSES)
+    machine.handle(V.ABORT, WHY)
+    assert machine.not_quiet == set(PROCESSES)
+    assert machine.never_given() == [Release()] and machine.state is S.ENDED

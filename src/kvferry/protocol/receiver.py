@@ -305,10 +305,11 @@ class ReceiverMachine(Machine[ReceiverState, ReceiverEvent]):
         return self.state is S.RECEIVING and self.received >= self.writers.keys()
 
     def never_given(self) -> list[ReceiverCommand]:
-        """The destination has not left, and won't any more: nobody has anything to drain."""
+        """The destination of a room that has failed had not left: nobody has anything to drain."""
+        if self.state is not S.RELEASING:
+            return []
         self.acks |= self.required_acks
-        internal = self.after()
-        return self.fire(internal) if internal is not None else []
+        return self.fire(V.PROVEN)
 
     def step_started(self) -> None:
         self.stepping = True
