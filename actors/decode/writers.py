@@ -102,5 +102,4 @@ def awaiting(rooms: Iterable[DecodeRoom], writer: int) -> list[DecodeRoom]:
 
 def is_covered(room: DecodeRoom, proof: Revoked) -> bool:
     """The room's destination was given to that writer, and names an agent that is gone."""
-    generation = room.agents.get(proof.writer)
-    return generation is not None and generation <= proof.generation
+    return room.agents.get(proof.writer) == proof.generation

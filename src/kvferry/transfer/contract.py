@@ -66,9 +66,9 @@ class Proofs(msgspec.Struct, frozen=True):
 
 
 class Revoked(msgspec.Struct, frozen=True):
-    """The proof that nothing of process `writer` can land any more by an agent of a generation up to `generation`.
+    """The proof that nothing of process `writer` can land any more by the agent of that generation.
 
-    Only an endpoint makes one, when its receiving agents for that writer have been destroyed.
+    Only an endpoint makes one, when that agent has been destroyed.
     """
 
     writer: int
@@ -122,7 +122,8 @@ class Endpoint(Protocol):
     * `accept(writer)`: the descriptor for that process (an incarnation), and for no other. It is the same one until
       `revoke`. Raises TransferError when the backend can't have another receiving agent.
     * `revoke(writer)` destroys the receiving agent of that process, if there is one. Writes through it end BROKEN at
-      the writer. It answers with the proof, or None where a writer may reach memory without us (`Proofs.revoked`).
+      the writer. It answers with the proof, or None where there was no agent, or where a writer may reach memory
+      without us (`Proofs.revoked`).
     * `connect` is idempotent per descriptor. Raises TransferError when the backend or the peer refuses.
     * `write` posts in batches of bounded bytes, in order; several writes to one peer end in order. Raises
       TransferError if a span lies outside a region of either side (nothing is posted then).

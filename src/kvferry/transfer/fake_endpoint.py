@@ -115,9 +115,10 @@ class FakeEndpoint:
     async def revoke(self, writer: int) -> Revoked | None:
         self._check_open()
         agent = self._writers.pop(writer, None)
-        if agent is not None:
-            self.fabric.remove(agent)
-        return Revoked(writer, self._generation) if self.fabric.proofs.revoked else None
+        if agent is None:
+            return None
+        self.fabric.remove(agent)
+        return Revoked(writer, agent.descriptor.generation) if self.fabric.proofs.revoked else None
 
     async def connect(self, descriptor: Descriptor) -> Peer:
         self._check_open()

@@ -54,6 +54,7 @@ class Driver:
         self._generation = -1  # of the last agent that was made
         self._spare: Agent | None = None
         self._receiving: dict[int, Agent] = {}  # by the writer's incarnation
+        self._accepted: dict[int, int] = {}  # the generation of each; kept when a failure has ended all agents
         self._peers: dict[str, UcxPeer] = {}  # by the target's agent
         self._expecting = 0
         self._parting = 0
@@ -146,6 +147,7 @@ class Driver:
             agent = self._receiving.get(writer)
             if agent is None:
                 agent = self._receiving[writer] = self._next_agent()
+                self._accepted[writer] = agent.generation
             answer = Descriptor(
                 BACKEND, agent.name, self._incarnation, agent.generation, agent.metadata, self._regions
             )  # fmt: skip
@@ -154,11 +156,11 @@ class Driver:
         self._deliver(lambda: on_done(answer))
 
     def revoke(self, writer: int, on_done: Callable[[Revoked | None], None]) -> None:
-        agent = self._receiving.pop(writer, None)
+        agent, generation = self._receiving.pop(writer, None), self._accepted.pop(writer, None)
         if agent is not None:
             agent.delete()
         # Here, on the thread that drives, there is no agent any more that could place a byte of that writer's.
-        proof = Revoked(writer, self._generation) if self._proofs.revoked else None
+        proof = None if generation is None or not self._proofs.revoked else Revoked(writer, generation)
         self._deliver(lambda: on_done(proof))
 
     def connect(self, descriptor: Descriptor, on_done: Callable[[UcxPeer | TransferError], None]) -> None:
