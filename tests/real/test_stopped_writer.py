@@ -90,9 +90,9 @@ def quarantined(server: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def test_over_tcp_its_pages_are_revoked_and_serve_others_meanwhile(server: Any) -> None:
+def test_over_tcp_its_pages_are_revoked_and_serve_others_meanwhile(server_class: Any) -> None:
     """The pool has room for one such prompt: the next attempt of A, and B, run on the pages of A's first attempt."""
-    with type(server)(config("tcp", 62)) as own:
+    with server_class(config("tcp", 62)) as own:
         right = {name: Story(own, f"{name}. " + STORY * SHORT).text() for name in "AB"}
         own.wait_baseline()
         with stopped_in_mid_write(own, SHORT, "A") as (story, prefill, pid):
@@ -109,9 +109,9 @@ def test_over_tcp_its_pages_are_revoked_and_serve_others_meanwhile(server: Any) 
         assert own.instance(prefill)["ranks"][0]["pid"] == pid, "it lives, and serves again"
 
 
-def test_on_one_host_its_pages_wait_until_it_has_drained_or_is_killed_over_the_budget(server: Any) -> None:
+def test_on_one_host_its_pages_wait_until_it_has_drained_or_is_killed_over_the_budget(server_class: Any) -> None:
     """40 of 180 pages are within the budget and wait for its word; 65 are not, and cost it its life."""
-    with type(server)(config("host", 180, quarantine_budget=0.3)) as own:
+    with server_class(config("host", 180, quarantine_budget=0.3)) as own:
         right = {repeat: Story(own, f"A. {STORY * repeat}").text() for repeat in (SHORT, LONG)}
         own.wait_baseline()
 
