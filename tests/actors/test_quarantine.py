@@ -249,7 +249,7 @@ def test_over_tcp_what_a_dead_writer_left_behind_lands_nowhere(client_of: Any, w
     run(main())
 
 
-def test_case_31_a_prefill_is_replaced_behind_its_name_while_decode_stays(client_of: Any, wait_until: Any) -> None:
+def test_case_31_a_replaced_prefill_writes_by_an_agent_of_its_own(client_of: Any, wait_until: Any) -> None:
     """Case 31: "Kill the only prefill actor, start a new one under the same name/address; do not touch decode": what
     was in flight fails cleanly, and the next request goes to the new one, by an agent of its own.
     """

@@ -126,8 +126,7 @@ def test_case_32_the_replacement_has_the_same_name_while_the_old_one_still_answe
                 assert set(plane._targets) == set(plane._writer._pairings) == both
             system.network.kill(old.address)
             system.processes.pop("old").task.cancel()
-            if old.endpoint is not None:
-                system.fabric.kill(old.endpoint.descriptor().agent)
+            system.fabric.kill(old.address.incarnation)
             await asyncio.sleep(2)
             if role == "decode":
                 assert set(plane._targets) == set(plane._writer._pairings) == {new.address.incarnation}
@@ -148,17 +147,18 @@ def test_case_32_a_destination_of_the_old_memory(client_of: Any, wait_until: Any
         async with SimSystem(SimOptions(links=LINKS)) as system:
             watcher = Watcher(system)
             client = await client_of(system, attempts=1)
-            agent = system.decode()._agent
+            writer = system.prefill().network.address.incarnation
             assert await client.ask(PROMPT[:30], max_tokens=2) == right(system, PROMPT[:30], 2)
+            descriptor = system.decode().writers._known[writer]
             system.kill("decode-0")
             new = system.spawn("decode", "decode-0")
             await asyncio.sleep(1)
-            own, system.decode()._agent = system.decode()._agent, agent
+            system.decode().writers._known[writer] = descriptor
             copies = watcher.writes.copies
             with pytest.raises(PeerError, match=r"the destination's agent is of process [0-9a-f]{16}, not decode's"):
                 await client.ask(PROMPT, max_tokens=5)
             assert watcher.writes.copies == copies
-            system.decode()._agent = own
+            del system.decode().writers._known[writer]
             assert await client.ask(PROMPT, max_tokens=5) == right(system, PROMPT, 5)
             assert new is system.processes["decode-0"]
             all_alive(system)
