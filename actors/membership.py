@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvferry.actors.ports import Network, Resolve
 from kvferry.protocol.address import Address
-from kvferry.protocol.messages import Message
+from kvferry.protocol.messages import Message, Registered, RegistrationRefused
 
 REGISTRY = "registry"
 RETRY_S = 0.5
@@ -20,14 +20,20 @@ class RegistryFound:
     address: Address | None
 
 
+class RegistrationError(RuntimeError):
+    """The registry will never take this rank: it contradicts the ranks that are there."""
+
+
 class Membership:
-    """`hello` is said each time the link to the registry opens. The actor passes its items on to the methods."""
+    """`hello` is said each time the link to the registry opens; None: nothing is said yet. The actor passes its items
+    on to the methods. `refusal` is why the registry has not taken us, as far as it has said so.
+    """
 
     def __init__(
         self,
         network: Network,
         resolve: Resolve,
-        hello: Message,
+        hello: Message | None,
         spawn: Callable[[Awaitable[None]], None],
         post: Callable[[RegistryFound], None],
     ) -> None:
@@ -37,6 +43,7 @@ class Membership:
         self._looking = False
         self._retry_at_s = 0.0
         self.accepted = False
+        self.refusal: str | None = None
 
     def is_registry(self, peer: Address) -> bool:
         return self._address is not None and peer.incarnation == self._address.incarnation
@@ -45,6 +52,17 @@ class Membership:
         """Say something else from now on: at once, and until it is accepted."""
         self._hello, self.accepted = hello, False
         self._say_hello()
+
+    def registered(self, _peer: Address, _message: Registered) -> None:
+        self.accepted, self.refusal = True, None
+
+    def refused(self, _peer: Address, message: RegistrationRefused) -> None:
+        """A place that may become free is asked for again (by `tick`). A mismatch can't mend itself: raises
+        RegistrationError.
+        """
+        self.refusal = message.reason
+        if not message.retry:
+            raise RegistrationError(message.reason)
 
     def tick(self, now_s: float) -> None:
         """Look the registry up if we have none, at most every `RETRY_S`."""
@@ -76,7 +94,7 @@ class Membership:
             self._network.send(self._address.incarnation, message)
 
     def _say_hello(self) -> None:
-        if self._address is not None and self._network.is_up(self._address.incarnation):
+        if self._hello is not None and self._address is not None and self._network.is_up(self._address.incarnation):
             self._network.send(self._address.incarnation, self._hello)
 
     async def _look(self) -> None:

@@ -77,6 +77,7 @@ class PrefillSettings(Settings, frozen=True):
 
     instances: int = 1
     tp: int = 1
+    pp: int = 1
     pool_pages: int = 640
     chunk_tokens: int = 256
     batch_tokens: int = 512
@@ -93,6 +94,7 @@ class DecodeSettings(Settings, frozen=True):
 
     instances: int = 1
     tp: int = 1
+    pp: int = 1
     pool_pages: int = 1280
     max_running: int = 32
     max_rooms: int = 256

@@ -1,4 +1,4 @@
-"""Decode's leader (TP 1: also its only rank): admit, receive, run the batch, publish."""
+"""Decode's leader, which may be its only rank: admit, receive, run the batch, publish."""
 
 from __future__ import annotations
 
@@ -7,79 +7,51 @@ from typing import Any
 
 import msgspec
 
-from kvferry.actors.decode.arrival import metadata_of, problem_of
+from kvferry.actors.decode.arrival import metadata_of
 from kvferry.actors.decode.batch import Batch
-from kvferry.actors.decode.quarantine import Quarantine
+from kvferry.actors.decode.receiving import Receiving
 from kvferry.actors.decode.room import DecodeRoom
-from kvferry.actors.decode.unproven import quarantined
-from kvferry.actors.decode.writers import Accepted, ShutOut, Writers, awaiting, is_covered
-from kvferry.actors.leader import Leader
-from kvferry.actors.leg_room import RANK
 from kvferry.actors.load import Recent
 from kvferry.actors.parts import Parts
-from kvferry.actors.ports import LostReason
 from kvferry.actors.settings import DecodeSettings
 from kvferry.engine.contract import Drawn, Sequence, StepPlan, StepResult
 from kvferry.engine.history import Past
-from kvferry.memory.admission import pages_needed, refusal
+from kvferry.memory.admission import refusal
 from kvferry.memory.proof import Quiescent, Stepped
 from kvferry.protocol import receiver
 from kvferry.protocol.address import Address
-from kvferry.protocol.clocks import Wait, admission_wait
+from kvferry.protocol.clocks import admission_wait
+from kvferry.protocol.errors import Cause
 from kvferry.protocol.messages import (
     Abort,
     AbortAck,
-    AbortTransfer,
-    Admitted,
     Committed,
-    Destination,
-    Drained,
-    Draining,
     Failed,
     Load,
     Logprobs,
     OpenDecode,
     PrefillDone,
-    Progress,
     Received,
     Retracted,
-    UnknownRoom,
 )
-from kvferry.protocol.metadata import decode_notification
+from kvferry.protocol.rank import LEADER, Member, whole
 from kvferry.protocol.receiver import ReceiverEvent, ReceiverMachine, ReceiverState
-from kvferry.transfer.contract import encode_descriptor
+from kvferry.transfer.contract import TransferError
 
 logger = logging.getLogger("kvferry.decode")
 
 
-class Notified(msgspec.Struct, frozen=True):
-    """Item: a notification came on the data path, from the agent of that name."""
-
-    agent: str
-    payload: bytes
-
-
-class Decode(Leader[DecodeRoom]):
+class Decode(Receiving):
     """`waiting` rooms are not admitted; `running` ones are committed and decode together; both in order of age."""
 
-    role = "decode"
     ROOM: type[DecodeRoom] = DecodeRoom
-    STOP, EXPIRED, FRONT_LOST = ReceiverEvent.STOP, ReceiverEvent.EXPIRED, ReceiverEvent.FRONT_LOST
-    ROOM_LOST, PEER_LOST, FAIL = ReceiverEvent.ROOM_LOST, ReceiverEvent.PREFILL_LOST, ReceiverEvent.FAIL
 
     def __init__(self, parts: Parts, settings: DecodeSettings) -> None:
-        super().__init__(parts)
-        self.settings = settings
+        super().__init__(parts, settings)
         self.batch = Batch(self.rooms, self.ledger, self.page_size, settings.max_running)
-        self.writers = Writers(self.endpoint, self.spawn, self._mailbox.put)
-        self.quarantine = Quarantine(
-            self.rooms, self.writers, self.network, self.ledger, self.endpoint.proofs, settings, self.counts
-        )
-        self._moved = 0  # news of rooms that receive: for those that wait for their places it is progress, as a step is
         self._places = Recent()  # requests that ran, and for how long each had its place
         self._on_message |= {
-            OpenDecode: self._open, Abort: self._abort, Drained: self._drained, UnknownRoom: self._unknown,
-            Progress: self._progress_of_prefill, PrefillDone: self._prefill_done, Draining: self._draining,
+            OpenDecode: self._open, Abort: self._abort, PrefillDone: self._prefill_done,
         }  # fmt: skip
 
     @property
@@ -90,21 +62,6 @@ class Decode(Leader[DecodeRoom]):
     def running(self) -> list[int]:
         return self.batch.running
 
-    def notified(self, agent: str, payload: bytes) -> None:
-        """The endpoint's `on_notify`."""
-        self._mailbox.put(Notified(agent, payload))
-
-    def receive(self, item: Any) -> None:
-        match item:
-            case Notified():
-                self._notified(item)
-            case Accepted():
-                self._accepted(item)
-            case ShutOut():
-                self._shut_out(item)
-            case _:
-                super().receive(item)
-
     # --- messages ---
 
     def _open(self, router: Address, message: OpenDecode) -> None:
@@ -114,11 +71,18 @@ class Decode(Leader[DecodeRoom]):
             cause = refusal(len(spec.prompt_ids), spec.sampling.max_tokens, limit, limit)
         if cause is not None:
             return self.refuse_open(router, message.room, cause)
+        members = message.sources or (Member(LEADER, message.prefill, whole(self.info.layout)),)
+        try:
+            routes = self.writers.routes(members)
+        except TransferError as error:
+            return self.refuse_open(router, message.room, Cause("handoff_failed", str(error), self.role))
+        sources = {member.rank: member.address for member in members if member.rank in routes}
+        writers = {rank: address.incarnation for rank, address in sources.items()}
         record = self.new_room(router, message, message.prefill)
-        machine = ReceiverMachine({RANK: message.prefill.incarnation}, self.info.computes_first)
+        machine = ReceiverMachine(writers, self.info.computes_first)
+        record |= {"machine": machine, "sources": sources, "routes": routes, "past": Past(spec)}
         text = self.texts.stream(spec.sampling, spec.frozen_ids)
-        room = self.ROOM(**record, machine=machine, text=text, past=Past(spec), generated=len(spec.frozen_ids))
-        return self.take_in(room)
+        return self.take_in(self.ROOM(**record, text=text, generated=len(spec.frozen_ids)))
 
     def leg_opened(self, room: DecodeRoom) -> None:
         self._line_up(room)
@@ -141,148 +105,17 @@ class Decode(Leader[DecodeRoom]):
         event = ReceiverEvent.ABORT_RUNNING if message.stop_running else ReceiverEvent.ABORT
         return self.act(room, room.machine.handle(event, message.cause))
 
-    def _drained(self, peer: Address, message: Drained) -> None:
-        room = self._of_prefill(peer, message.room)
-        if room is not None:
-            cause = self.cause(room, "handoff_failed", "prefill ended the transfer", "RECEIVING", peer.name)
-            self.act(room, room.machine.rank_drained(message.rank, message.complete, cause))
-
-    def _unknown(self, peer: Address, message: UnknownRoom) -> None:
-        room = self._of_prefill(peer, message.room)
-        if room is not None:
-            cause = self.cause(room, "handoff_failed", "prefill does not know the room", "RECEIVING", peer.name)
-            self.act(room, room.machine.handle(ReceiverEvent.UNKNOWN, cause))
-
-    def _draining(self, peer: Address, message: Draining) -> None:
-        """Not yet quiet; or, when a write broke, never by prefill's own word."""
-        room = self._of_prefill(peer, message.room)
-        if room is None:
-            self.network.send(peer.incarnation, UnknownRoom(message.room, self.role))
-        elif message.broken:
-            self.quarantine.broken(room, peer.incarnation)
-
-    def _progress_of_prefill(self, peer: Address, message: Progress) -> None:
-        room = self._of_prefill(peer, message.room)
-        if room is None:
-            return
-        now_s = self.clock.now_s()
-        # The engine's step counter rises for other rooms too: that is progress only while this one queues.
-        step = message.step if message.event == "queued" else 0
-        if message.event == "written":
-            moved = room.clocks.written("prefill", message.chunk, now_s)
-        else:
-            moved = room.clocks.queued("prefill", message.position, step, message.chunk + 1, now_s)
-        self._moved += moved and room.machine.state is ReceiverState.RECEIVING
-        if message.event in ("computed", "sending") and not room.machine.transferring:
-            room.machine.transferring = True
-            room.clocks.wait(Wait.TRANSFER, now_s)
-
-    def _of_prefill(self, peer: Address, room_id: int) -> DecodeRoom | None:
-        """The room, if it is here and `peer` is its prefill. What comes for other rooms is counted, no more."""
-        room = self.rooms.get(room_id)
-        if room is None or room.peer.incarnation != peer.incarnation:
-            self.counts["late or stray messages of prefill"] += 1
-            return None
-        return room
-
-    # --- links ---
-
-    def links_needed(self, room: DecodeRoom) -> list[Address]:
-        return [room.spec.front, room.peer]
-
-    def link_up(self, peer: Address) -> None:
-        self.quarantine.new_session(peer)  # before rooms are opened on it
-        super().link_up(peer)
-
-    def link_lost(self, peer: Address, reason: LostReason) -> None:
-        super().link_lost(peer, reason)
-        self.quarantine.lost(peer)
-
-    def peer_exited(self, peer: Address) -> None:
-        """The end of the writer is proof only where a transport says so (design §5)."""
-        for room in self.leg_rooms():
-            if peer.incarnation not in room.machine.writers.values():
-                continue
-            text, state = f"process {peer.pid} of {peer.name} has ended", room.machine.state.name
-            cause = self.cause(room, "peer_lost", text, state, peer.name)
-            if self.endpoint.proofs.exited:
-                self.act(room, room.machine.writer_exited(peer.incarnation, cause))
-            else:
-                self.act(room, room.machine.handle(ReceiverEvent.PREFILL_LOST, cause))
-        self.writers.shut_out(peer.incarnation)
-
-    # --- admission, receiving, commit ---
+    # --- admission, commit ---
 
     def admit(self) -> None:
         while (room := self.batch.admit()) is not None:
             room.admitted_s = self.clock.now_s()
             self.act(room, room.machine.handle(ReceiverEvent.ADMIT))
 
-    def _hand_out(self, room: DecodeRoom) -> None:
-        assert room.holding is not None
-        room.clocks.wait(Wait.TRANSFER if self.info.computes_first else Wait.PREFILL, self.clock.now_s())
-        self.tell_room(room, Admitted(room.room, len(room.holding.pages)))
-        self._send_destination(room)
-
-    def _send_destination(self, room: DecodeRoom) -> None:
-        """Once there is an agent for each process that is to write."""
-        assert room.holding is not None
-        descriptors = self.writers.descriptors(room.machine.writers.values())
-        if descriptors is None:
-            return
-        pages = room.holding.pages[: pages_needed(room.prompt_tokens, self.page_size)]
-        agent, ranks = descriptors[room.peer.incarnation], tuple(room.machine.writers)
-        destination = Destination(
-            room.room, pages, 0, room.holding.rows[0], encode_descriptor(agent), agent.generation, ranks
-        )
-        room.agents = {writer: descriptor.generation for writer, descriptor in descriptors.items()}
-        self.ledger.lease(room.holding, room.machine.writers)
-        self._expect(room, True)
-        if not self.network.send(room.peer.incarnation, destination):
-            self.fail(room, ReceiverEvent.PREFILL_LOST, "there is no link to prefill", room.peer.name)
-
-    def _accepted(self, item: Accepted) -> None:
-        if not self.writers.accepted(item):
-            return
-        for room in awaiting(self.leg_rooms(), item.writer):
-            if item.descriptor is not None:
-                self._send_destination(room)
-            else:
-                self.fail(room, ReceiverEvent.FAIL, item.error, room.peer.name, "handoff_failed")
-
-    def _shut_out(self, item: ShutOut) -> None:
-        """Every room on the agent that is gone has failed; others get a new one."""
-        if item.proof is not None:
-            self.counts["writers shut out"] += 1
-            for room in self.leg_rooms():
-                if is_covered(room, item.proof):
-                    text, state = f"{room.peer.name} has been shut out", room.machine.state.name
-                    cause = self.cause(room, "peer_lost", text, state, room.peer.name)
-                    self.act(room, room.machine.writer_revoked(item.writer, cause))
-        for room in awaiting(self.leg_rooms(), item.writer):
-            self._send_destination(room)
-
-    def _notified(self, item: Notified) -> None:
-        news = decode_notification(item.payload)
-        if news is None:
-            self.counts["notifications that do not decode"] += 1
-            return
-        room = self.rooms.get(news.room)
-        if room is None or room.peer.incarnation != news.incarnation:
-            self.counts["late or stray notifications"] += 1
-            return
-        self.act(room, room.machine.rank_received(news.rank))
-        if room.machine.all_received:
-            problem = problem_of(self.engine, room)
-            if problem is None:
-                self.act(room, room.machine.handle(ReceiverEvent.ALL_RECEIVED))
-            else:
-                self.fail(room, ReceiverEvent.CHECK_FAILED, problem, room.peer.name, "handoff_failed")
-
     def _commit(self, room: DecodeRoom) -> None:
         assert room.holding is not None
         self.ledger.end_lease(room.holding, room.quiet)
-        self._expect(room, False)
+        self.expect(room, False)
         room.clocks.stop()
         self.tell_room(room, Committed(room.room))
         self.batch.commit(room)
@@ -343,20 +176,18 @@ class Decode(Leader[DecodeRoom]):
                     room.clocks.wait(admission_wait(room.spec.was_admitted), self.clock.now_s())
                     self._line_up(room)
                 case receiver.HandOut():
-                    self._hand_out(room)
+                    self.hand_out(room)
                 case receiver.NoteReceived(rank):
                     self.tell_room(room, Received(room.room, rank))
                 case receiver.Commit():
                     self._commit(room)
                 case receiver.AbortWriter():
                     self._quarantine(room)
-                    self._abort_writer(room)
-                case receiver.Quarantine():
-                    self._quarantine(room)
+                    self.abort_writers(room)
                 case receiver.Report(cause):
                     self.tell_room(room, Failed(room.room, self.role, cause))
                 case receiver.Ack():
-                    self.tell_room(room, AbortAck(room.room, self.role, RANK))
+                    self.tell_room(room, AbortAck(room.room, self.role, LEADER))
                 case receiver.AnswerCommitted():
                     self.tell_room(room, Committed(room.room))
                 case receiver.LeaveBatch():
@@ -365,10 +196,6 @@ class Decode(Leader[DecodeRoom]):
                     self._tell_retracted(room)
                 case receiver.Release():
                     self._release(room)
-
-    def _abort_writer(self, room: DecodeRoom) -> None:
-        cause = room.machine.cause or self.cause(room, "handoff_failed", "decode has ended the room", "RELEASING")
-        self.network.send(room.peer.incarnation, AbortTransfer(room.room, cause))
 
     def _quarantine(self, room: DecodeRoom) -> None:
         assert room.holding is not None
@@ -390,14 +217,9 @@ class Decode(Leader[DecodeRoom]):
             room.holding = None
             if quarantined:
                 self.tell_room(room, self.quarantine.end(room, len(holding.pages), self.clock.now_s()))
-        self._expect(room, False)
+        self.expect(room, False)
         self.batch.leave(room)
         del self.rooms[room.room]
-
-    def _expect(self, room: DecodeRoom, expecting: bool) -> None:
-        if expecting != room.expecting:
-            room.expecting = expecting
-            self.endpoint.expect(1 if expecting else -1)
 
     # --- clocks and status ---
 
@@ -413,19 +235,6 @@ class Decode(Leader[DecodeRoom]):
 
     def load(self) -> Load:
         return self.batch.load(self.role, self._places.mean_s)
-
-    def seek_proof(self) -> None:
-        self.quarantine.seek(self.clock.now_s())
-        for overdue in self.quarantine.over_budget(self.clock.now_s()):
-            self.membership.tell(overdue)
-
-    async def status(self) -> dict[str, Any]:
-        rows = quarantined(self.rooms.values(), self.endpoint.proofs, self.network.is_up, self.clock.now_s())
-        return await super().status() | {"quarantined": rows}
-
-    async def end_writer(self, incarnation: int) -> bool:
-        """A call, by the controller (`Quarantine.end_writer`)."""
-        return self.quarantine.end_writer(incarnation, self.clock.now_s())
 
     def queues(self) -> dict[str, int]:
         return self.batch.queues()

@@ -66,7 +66,8 @@ class Quarantine:
     def seek(self, now_s: float) -> None:
         """Again and again. Proof comes over a link: if prefill still lives, a new session answers."""
         for room in self._given_up():
-            self._network.dial(room.peer)
+            for rank in room.machine.unproven:
+                self._network.dial(room.sources[rank])
             if self._proofs.revoked and now_s - room.quarantined_s >= self._settings.revoke_after_s:
                 for writer in room.machine.not_quiet:
                     self._writers.shut_out_of(room, writer)

@@ -27,6 +27,7 @@ from kvferry.protocol.messages import (
     Released,
     UnknownRoom,
 )
+from kvferry.protocol.rank import LEADER
 from kvferry.protocol.room import DECODE, PREFILL, End, Resolve, RoomEvent, RoomMachine, SendLeg
 
 SendTo = Callable[[Address, Message], bool]
@@ -174,6 +175,8 @@ class Room:
         self.journal.kv_bytes += message.kv_bytes
         self.journal.metadata_bytes += message.metadata_bytes
         self._note("drained", PREFILL, rank=message.rank, complete=message.complete, kv_bytes=message.kv_bytes)
+        if message.rank != LEADER:
+            return  # the leader's comes when all ranks have drained
         self._handle(RoomEvent.DRAINED if message.complete else RoomEvent.PREFILL_STOPPED)
 
     def _committed(self, leg: str, _message: Committed) -> None:

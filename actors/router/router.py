@@ -298,7 +298,9 @@ class Router(Actor):
         decode: RankInfo,
     ) -> None:  # fmt: skip
         now_s, room_id, legs = self.clock.now_s(), ask.room, (prefill.address, decode.address)
-        machine = RoomMachine(room_id, attempt, spec, *legs, self._limits, now_s, prefill.computes_first)
+        machine = RoomMachine(
+            room_id, attempt, spec, *legs, self._limits, now_s, prefill.computes_first, prefill.members
+        )
         journal = Journal(
             room_id, spec.request, attempt, prefill.instance, decode.instance, self._backend,
             len(spec.fed_ids), now_s,

@@ -10,16 +10,18 @@ from typing import Any
 import pytest
 
 from kvferry.actors.decode.quarantine import over_budget
-from kvferry.actors.decode.writers import Accepted, ShutOut, Writers, is_covered
+from kvferry.actors.decode.writers import Accepted, ShutOut, Writers, shuts_out
 from kvferry.actors.exits import Exits
 from kvferry.protocol.address import Address
-from kvferry.protocol.messages import OverBudget
+from kvferry.protocol.instance import Accept, Revoke
+from kvferry.protocol.messages import Message, OverBudget
 from kvferry.protocol.receiver import ReceiverEvent, ReceiverMachine
 from kvferry.sim.loop import VirtualClock
-from kvferry.transfer.contract import Descriptor, TransferError
+from kvferry.transfer.contract import Descriptor, Revoked, TransferError
 from kvferry.transfer.fake import TCP, FakeFabric
 
 PREFILL, OTHER = 0xA, 0xC
+HERE = 0  # the target rank whose endpoint it is: the leader
 
 
 class Leader:
@@ -31,7 +33,9 @@ class Leader:
         self.endpoint = self.fabric.endpoint((), 0xB, lambda agent, payload: None)
         self.items: list[Accepted | ShutOut] = []
         self.tasks: list[asyncio.Task[None]] = []
-        self.writers = Writers(self.endpoint, self.spawn, self.items.append)
+        self.orders: list[tuple[int, Message]] = []
+        team: Any = SimpleNamespace(send=lambda rank, message: self.orders.append((rank, message)))
+        self.writers = Writers(self.endpoint, team, self.spawn, self.items.append)
 
     def spawn(self, work: Awaitable[None]) -> None:
         async def doing() -> None:
@@ -45,14 +49,17 @@ class Leader:
         return found
 
     def known(self, *writers: int) -> dict[int, Descriptor]:
-        found = self.writers.descriptors(writers)
+        found = self.ask(*writers)
         assert found is not None
-        return found
+        return {writer: descriptor for (writer, _), descriptor in found.items()}
+
+    def ask(self, *writers: int) -> dict[tuple[int, int], Descriptor] | None:
+        return self.writers.descriptors([(writer, HERE) for writer in writers])
 
 
 async def test_an_agent_is_made_once_and_known_once_it_is_accepted() -> None:
     leader = Leader()
-    assert leader.writers.descriptors([PREFILL]) is None and leader.writers.descriptors([PREFILL, OTHER]) is None
+    assert leader.ask(PREFILL) is None and leader.ask(PREFILL, OTHER) is None
     items = await leader.settle()
     assert [item.writer for item in items] == [PREFILL, OTHER]
     assert all(isinstance(item, Accepted) and leader.writers.accepted(item) for item in items)
@@ -62,9 +69,9 @@ async def test_an_agent_is_made_once_and_known_once_it_is_accepted() -> None:
 
 async def test_a_writer_that_is_shut_out_before_its_agent_is_known_gets_another_one() -> None:
     leader = Leader()
-    leader.writers.descriptors([PREFILL])
+    leader.ask(PREFILL)
     assert leader.writers.shut_out(PREFILL) and not leader.writers.shut_out(PREFILL)
-    leader.writers.descriptors([PREFILL])
+    leader.ask(PREFILL)
     first, proof, second = await leader.settle()
     assert isinstance(first, Accepted) and isinstance(proof, ShutOut) and isinstance(second, Accepted)
     assert not leader.writers.accepted(first) and leader.writers.accepted(second)
@@ -73,19 +80,19 @@ async def test_a_writer_that_is_shut_out_before_its_agent_is_known_gets_another_
     assert leader.fabric.find(first.descriptor.agent) is None
     assert leader.fabric.find(second.descriptor.agent) is not None
     # The proof is about rooms of the first agent, never of the second.
-    rooms: list[Any] = [SimpleNamespace(agents={PREFILL: d.generation}) for d in (first.descriptor, second.descriptor)]
-    never: Any = SimpleNamespace(agents={})
-    assert [is_covered(room, proof.proof) for room in (*rooms, never)] == [True, False, False]
+    agents = [{(PREFILL, HERE): d.generation} for d in (first.descriptor, second.descriptor)]
+    rooms: list[Any] = [SimpleNamespace(agents=named, closed=set()) for named in (*agents, {})]
+    assert [shuts_out(room, HERE, proof.proof) for room in rooms] == [True, False, False]
 
 
 async def test_a_room_of_an_agent_that_is_gone_costs_the_next_one_nothing() -> None:
     leader = Leader()
-    leader.writers.descriptors([PREFILL])
+    leader.ask(PREFILL)
     (first,) = await leader.settle()
     assert isinstance(first, Accepted) and leader.writers.accepted(first) and first.descriptor is not None
-    old: Any = SimpleNamespace(agents={PREFILL: first.descriptor.generation})
+    old: Any = SimpleNamespace(agents={(PREFILL, HERE): first.descriptor.generation})
     assert leader.writers.shut_out_of(old, PREFILL)
-    leader.writers.descriptors([PREFILL])
+    leader.ask(PREFILL)
     _, second = await leader.settle()
     assert isinstance(second, Accepted) and leader.writers.accepted(second)
     assert not leader.writers.shut_out_of(old, PREFILL)
@@ -99,10 +106,31 @@ async def test_an_endpoint_that_gives_no_agent_says_why() -> None:
         raise TransferError("too many agents")
 
     leader.endpoint.accept = refused  # type: ignore[method-assign]
-    leader.writers.descriptors([PREFILL])
+    leader.ask(PREFILL)
     (item,) = await leader.settle()
     assert isinstance(item, Accepted) and leader.writers.accepted(item)
     assert (item.descriptor, item.error) == (None, "too many agents") and leader.writers.incarnations == set()
+
+
+async def test_a_writer_of_two_ranks_is_shut_out_when_both_have_destroyed_its_agent() -> None:
+    """Rank 1 makes and destroys its own, by order."""
+    leader = Leader()
+    pairs = [(PREFILL, HERE), (PREFILL, 1)]
+    assert leader.writers.descriptors(pairs) is None and leader.orders == [(1, Accept(PREFILL, 2))]
+    (own,) = await leader.settle()
+    assert isinstance(own, Accepted) and leader.writers.accepted(own) and own.descriptor is not None
+    assert leader.writers.descriptors(pairs) is None and len(leader.orders) == 1, "it is on its way"
+    there = Descriptor("fake", "agent", 0xB1, 7, b"", ())
+    assert not leader.writers.accepted(Accepted(PREFILL, 1, 1, there)), "an answer to another question"
+    assert leader.writers.accepted(Accepted(PREFILL, 1, 2, there))
+    assert leader.writers.descriptors(pairs) == {pairs[0]: own.descriptor, pairs[1]: there}
+    room: Any = SimpleNamespace(agents={pairs[0]: own.descriptor.generation, pairs[1]: 7}, closed=set())
+    assert leader.writers.shut_out_of(room, PREFILL) and leader.orders[1:] == [(1, Revoke(PREFILL))]
+    (proof,) = await leader.settle()
+    assert isinstance(proof, ShutOut) and proof.proof is not None
+    assert not shuts_out(room, HERE, proof.proof), "it still writes to rank 1"
+    assert not shuts_out(room, 1, Revoked(PREFILL, 6)), "an older agent's end"
+    assert shuts_out(room, 1, Revoked(PREFILL, 7))
 
 
 def waiting(writer: int, pages: range, since_s: float, ranks: int = 1) -> Any:

@@ -107,7 +107,9 @@ HIDDEN = "(hidden)"
 #: The only values of this version.
 CHOICES: dict[str, tuple[object, ...]] = {
     "prefill.tp": (1,),
+    "prefill.pp": (1,),
     "decode.tp": (1,),
+    "decode.pp": (1,),
     "router.policy": ("predicted", "power_of_two", "round_robin", "random"),
     "router.dp_choice": ("follow_bootstrap_room", "load"),
     "transfer.policy": (EARLY, PREFILL_COMPLETE),

@@ -12,14 +12,35 @@ import msgspec
 
 from kvferry.protocol.address import Address
 from kvferry.protocol.errors import Cause
-from kvferry.protocol.rank import RankInfo
+from kvferry.protocol.instance import (
+    AbortConfirmed,
+    Accept,
+    Accepted,
+    Arrived,
+    CancelRoom,
+    ConfirmAbort,
+    Expect,
+    Join,
+    Joined,
+    RankFailed,
+    Revoke,
+    RevokedAt,
+    RunStep,
+    Stepped,
+    WriteChunk,
+    WriteTo,
+    Wrote,
+)
+from kvferry.protocol.message import Message as Message
+from kvferry.protocol.rank import Member, RankInfo
 from kvferry.protocol.request import RequestSpec
+from kvferry.protocol.tokens import Logprobs as Logprobs
+from kvferry.protocol.tokens import Retracted as Retracted
+from kvferry.protocol.tokens import Stop as Stop
+from kvferry.protocol.tokens import Token as Token
+from kvferry.protocol.tokens import TokenBatch as TokenBatch
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
-
-
-class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Base of all messages; the class name is the tag."""
 
 
 # --- Room <-> legs -----------------------------------------------------------------------------------------
@@ -33,10 +54,13 @@ class OpenPrefill(Message, frozen=True):
 
 
 class OpenDecode(Message, frozen=True):
+    """`sources` are prefill's ranks, where there are several: those that will write."""
+
     room: int
     attempt: int
     spec: RequestSpec
     prefill: Address
+    sources: tuple[Member, ...] = ()
 
 
 class Opened(Message, frozen=True):
@@ -135,11 +159,21 @@ class UnknownRoom(Message, frozen=True):
 # --- Decode leader <-> prefill leader ----------------------------------------------------------------------
 
 
-class Destination(Message, frozen=True):
-    """Where the prompt's KV goes: one target page list for all layers, and the row for the metadata.
+class Way(msgspec.Struct, frozen=True, array_like=True):
+    """How source rank `source` writes to target rank `target`: the wire form of the descriptor that is for it."""
 
-    `agent` is the wire form of the target's data-plane descriptor (`kvferry.transfer.contract.Descriptor`);
-    `required_acks` are the source ranks with at least one write in the plan.
+    source: int
+    target: int
+    agent: bytes
+
+
+class Destination(Message, frozen=True):
+    """Where the prompt's KV goes: one target page list for all layers and ranks, and the row for the metadata.
+
+    `agent` is the wire form of the data-plane descriptor (`kvferry.transfer.contract.Descriptor`) by which prefill's
+    leader writes to decode's; `ways` are those of all other pairs of ranks that have something to write.
+    `required_acks` are the source ranks with at least one write in the plan; the metadata goes from leader to leader,
+    so prefill's is always among them.
     """
 
     room: int
@@ -149,6 +183,7 @@ class Destination(Message, frozen=True):
     agent: bytes
     generation: int
     required_acks: tuple[int, ...]
+    ways: tuple[Way, ...] = ()
 
 
 class AbortTransfer(Message, frozen=True):
@@ -159,9 +194,11 @@ class AbortTransfer(Message, frozen=True):
 
 
 class Drained(Message, frozen=True):
-    """Source rank -> owner of the target pages, with a copy to the room.
+    """Source rank -> owner of the target pages, with a copy to the room (a follower's goes through its leader).
 
-    Every write of the room is flushed or will never be posted. `complete` = everything was written.
+    Every write of the room by this rank is flushed or will never be posted. `complete` = everything was written;
+    otherwise `cause` may say why not. The leader's says the last word for all ranks: it comes when none of them has a
+    write open.
     """
 
     room: int
@@ -169,6 +206,7 @@ class Drained(Message, frozen=True):
     complete: bool
     kv_bytes: int = 0
     metadata_bytes: int = 0
+    cause: Cause | None = None
 
 
 class Reconcile(Message, frozen=True):
@@ -199,61 +237,6 @@ class Released(Message, frozen=True):
     proof: str
     pages: int
     quarantined_s: float
-
-
-# --- Tokens: leaders <-> front -----------------------------------------------------------------------------
-
-
-class Logprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Natural logarithms of probabilities: the chosen token's, and those of the most likely, (token id, logprob) each,
-    most likely first, equals by id.
-    """
-
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-
-
-class Token(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
-    """One generated token. `text` is what may be shown because of it (stop text and half characters are held back).
-
-    `finish_reason` is "stop" or "length" on the request's last token, else empty.
-    """
-
-    request: int
-    attempt: int
-    room: int
-    index: int
-    token_id: int
-    text: str
-    finish_reason: str = ""
-    logprobs: Logprobs | None = None
-
-
-class TokenBatch(Message, frozen=True):
-    """All tokens of one engine step for one front."""
-
-    leg: str
-    tokens: tuple[Token, ...]
-
-
-class Stop(Message, frozen=True):
-    """Front -> leader: nobody wants tokens of this attempt any more."""
-
-    request: int
-    attempt: int
-    room: int
-
-
-class Retracted(Message, frozen=True):
-    """Decode -> front, behind the last tokens: the pages are needed by older requests, the attempt is over, and
-    token `next_index` is the first that was not sent. Decode remembers the request's age: the next attempt should
-    prefer this decode.
-    """
-
-    request: int
-    attempt: int
-    room: int
-    next_index: int
 
 
 # --- Leaders -> routers ------------------------------------------------------------------------------------
@@ -329,6 +312,8 @@ _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
     | Abort | AbortAck | UnknownRoom | Destination | AbortTransfer | Drained | Reconcile | Draining | Released
     | TokenBatch | Stop | Retracted
     | Load | Register | Registered | RegistrationRefused | Watch | OverBudget | Roster
+    | Join | Joined | RunStep | Stepped | WriteTo | WriteChunk | Wrote | CancelRoom | RankFailed | ConfirmAbort
+    | AbortConfirmed | Accept | Accepted | Revoke | RevokedAt | Expect | Arrived
 )  # fmt: skip
 
 

@@ -85,9 +85,9 @@ TABLE: Table[SenderState, SenderEvent] = {
     S.COMPUTING_AHEAD: _row(
         REFUSED,
         _DRAIN,
+        UNKNOWN=IGNORED,
         CHUNK_COMPUTED=Go(S.COMPUTING_AHEAD),
         LAST_COMPUTED=Go(S.KEPT, "keep"),
-        UNKNOWN=IGNORED,
     ),
     S.KEPT: _row(REFUSED, _END, DESTINATION=Go(S.QUEUED, "queue"), UNKNOWN=IGNORED),
     S.AWAITING_DESTINATION: _row(REFUSED, _END, DESTINATION=Go(S.QUEUED, "queue"), UNKNOWN=IGNORED),
@@ -95,9 +95,9 @@ TABLE: Table[SenderState, SenderEvent] = {
         REFUSED,
         _END,
         DESTINATION=IGNORED,
+        UNKNOWN=IGNORED,
         RESERVE=Go(S.COMPUTING),
         PIN=Go(S.FLUSHING, "write_last"),
-        UNKNOWN=IGNORED,
     ),
     S.COMPUTING: _row(
         REFUSED,

@@ -11,7 +11,7 @@ from typing import Any
 from kvferry.actors.decode.decode import Decode
 from kvferry.actors.prefill.prefill import Prefill
 from kvferry.actors.router.router import Router
-from kvferry.sim.system import SimProcess, SimSystem
+from kvferry.sim.system import SimProcess, SimSystem, ends_as_one
 from kvferry.transfer.contract import Region, RegionKind, Spans
 from kvferry.transfer.fake_endpoint import FakeAgent
 
@@ -102,7 +102,7 @@ class Watcher:
 
 
 def check_alive(name: str, process: SimProcess) -> None:
-    if process.task.done():
+    if process.task.done() and not ends_as_one(process.task):
         error = None if process.task.cancelled() else process.task.exception()
         raise Broken(f"{name} has ended: {error!r}") from error
 
