@@ -46,6 +46,11 @@ class Membership:
         self._hello, self.accepted = hello, False
         self._say_hello()
 
+    def tell(self, message: Message) -> None:
+        """Say something once; nobody hears it while there is no link."""
+        if self._address is not None:
+            self._network.send(self._address.incarnation, message)
+
     def tick(self, now_s: float) -> None:
         """Look the registry up if we have none, at most every `RETRY_S`."""
         if self._address is None and not self._looking and now_s >= self._retry_at_s:

@@ -26,7 +26,9 @@ from kvferry.obs.rooms import RoomStatistics
 from kvferry.protocol.address import Address
 from kvferry.protocol.errors import Cause, Draining
 from kvferry.protocol.kvpoll import KVPoll
-from kvferry.protocol.messages import Admitted, Load, Message, Opened, PrefillDone, Roster, UnknownRoom, Watch
+from kvferry.protocol.messages import (
+    Admitted, Load, Message, Opened, PrefillDone, RegisterDpRank, Roster, UnknownRoom, Watch,
+)  # fmt: skip
 from kvferry.protocol.outcome import Outcome
 from kvferry.protocol.rank import RankInfo
 from kvferry.protocol.request import RequestSpec
@@ -294,6 +296,8 @@ class Router(Actor):
         guest = self.guests[room_id] = Guest(room, answer, prefill, decode, now_s)
         guest.era = self.breakers.dispatched(guest.pair)
         self.fleet.dispatched(ask, *guest.pair)
+        if prefill.dp_size > 1 and self.settings.dp_choice != "follow_bootstrap_room":
+            self.membership.tell(RegisterDpRank(room_id, prefill.dp_rank, prefill.instance))
         task = asyncio.get_running_loop().create_task(room.run())
         self._tasks.add(task)
 

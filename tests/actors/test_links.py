@@ -14,7 +14,9 @@ from kvferry.actors.ports import LostReason
 from kvferry.actors.settings import LinkSettings
 from kvferry.cluster.clock import SystemClock, SystemRandom
 from kvferry.cluster.network import open_network
+from kvferry.cluster.secret import Secret
 from kvferry.cluster.zmq_carrier import ZmqCarrier
+from kvferry.cluster.zmq_curve import curve_keys
 from kvferry.protocol.address import Address
 from kvferry.protocol.errors import IllegalEvent
 from kvferry.protocol.messages import MAX_MESSAGE_BYTES, BadFrame, Message, RegistrationRefused, Stop
@@ -90,7 +92,8 @@ class ZmqWorld:
     """All in one process, so no exits are watched. On a real clock the silence limit has to outlast a busy machine."""
 
     async def open(self, name: str, *, endpoint: str = "") -> LinkLayer:
-        carrier = ZmqCarrier("127.0.0.1", port=int(endpoint.rsplit(":", 1)[1]) if endpoint else 0)
+        port = int(endpoint.rsplit(":", 1)[1]) if endpoint else 0
+        carrier = ZmqCarrier("127.0.0.1", port, keys=curve_keys(Secret(bytes(32))))
         random = SystemRandom()
         return LinkLayer(carrier, name, random.bits(64), PATIENT, SystemClock(), random, None, "", os.getpid())
 
@@ -528,7 +531,7 @@ def test_a_handler_that_raises_does_not_stop_the_links() -> None:
 
 def test_open_network_tells_its_address_before_it_starts() -> None:
     async def main() -> None:
-        network = await open_network("n", "127.0.0.1", SETTINGS, SystemClock(), SystemRandom())
+        network = await open_network("n", "127.0.0.1", SETTINGS, SystemClock(), SystemRandom(), Secret(bytes(32)))
         assert network.address.name == "n"
         assert network.address.endpoint.startswith("tcp://127.0.0.1:")
         assert network.address.pid == os.getpid()

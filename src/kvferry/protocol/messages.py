@@ -267,6 +267,15 @@ class RegistrationRefused(Message, frozen=True):
     retry: bool
 
 
+class RegisterDpRank(Message, frozen=True):
+    """Router -> registry: the room's prefill is this rank of the DP group `instance`. Said where rooms don't follow
+    their id."""
+
+    room: int
+    dp_rank: int
+    instance: str
+
+
 class Watch(Message, frozen=True):
     """Router -> registry: tell me the roster now and at every change. Router -> leader: the same for its `Load`."""
 
@@ -286,7 +295,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
     OpenPrefill | OpenDecode | Opened | Admitted | Progress | PrefillDone | Received | Committed | Failed
     | Abort | AbortAck | UnknownRoom | Destination | AbortTransfer | Drained | TokenBatch | Stop | Retracted
-    | Load | Register | Registered | RegistrationRefused | Watch | Roster
+    | Load | Register | Registered | RegistrationRefused | RegisterDpRank | Watch | Roster
 )  # fmt: skip
 
 

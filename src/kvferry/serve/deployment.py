@@ -100,7 +100,7 @@ async def open_front(config: Config) -> AsyncIterator[Front]:
     # Imported where the front runs: the process that only deploys needs no tokenizer, and starts a second sooner.
     from kvferry.cluster.client import connect
     from kvferry.cluster.clock import SystemClock, SystemRandom
-    from kvferry.cluster.network import open_network
+    from kvferry.cluster.network import open_network, secret_of
     from kvferry.obs.metrics import FrontMetrics
     from kvferry.obs.wall import unix_s
     from kvferry.serve.attempts import AttemptPolicy
@@ -115,7 +115,8 @@ async def open_front(config: Config) -> AsyncIterator[Front]:
         config.served_name(), int(unix_s()), api.default_max_tokens, api.max_body_bytes, vocab_size, attempts, ready
     )
     name = f"front-{random.bits(32):08x}"  # unlike other actors it is looked up by nobody, and there may be several
-    network = await open_network(name, config.cluster.bind_host, config.links, clock, random)
+    secret = secret_of(config.links, config.cluster.secret_file)
+    network = await open_network(name, config.cluster.bind_host, config.links, clock, random, secret)
     async with connect(find_controller, config) as backend:
         front = Front(network, backend, tokenizer, clock, random, info, FrontMetrics())
         await front.start()
