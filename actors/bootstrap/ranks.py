@@ -79,8 +79,10 @@ class RankTable:
         registry's own, by which it may be reached from its own host too.
         """
         for known in self.ranks.values():
-            if known.address.incarnation == info.address.incarnation and known.address != info.address:
-                return f"process {info.address.incarnation:016x} is at {known.address.endpoint}, and does not move"
+            there, told = known.address, info.address
+            same = (there.endpoint, there.host, there.pid) == (told.endpoint, told.host, told.pid)
+            if there.incarnation == told.incarnation and not same:
+                return f"process {there.incarnation:016x} of {there.host} is at {there.endpoint}, and does not move"
         hosts = {host_of(member.address) for member in self.members(info.instance)}
         own_group = {sender, own} if is_loopback(sender) else {sender}
         allowed = own_group | (hosts if hosts & own_group else set())
