@@ -14,6 +14,7 @@ import secrets
 import stat
 from pathlib import Path
 
+from kvferry.cluster.config import Config
 from kvferry.protocol.errors import ConfigError
 
 SECRET_BYTES = 32
@@ -46,6 +47,11 @@ class Secret:
 def registry_token(secret: Secret) -> str:
     """What a writer shows the registry's HTTP routes. It opens nothing else."""
     return secret.key("registry: bearer token").hex()
+
+
+def needs_secret(config: Config) -> bool:
+    """Whether any process of this configuration reads it."""
+    return bool((config.links.carrier == "zmq" and config.links.encrypted) or config.registry.http_port)
 
 
 def secret_path(configured: str | None) -> Path:
