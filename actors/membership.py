@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -40,6 +41,12 @@ class Membership:
 
     def is_registry(self, peer: Address) -> bool:
         return self._address is not None and peer.incarnation == self._address.incarnation
+
+    def speaks(self, peer: Address, counts: Counter[str]) -> bool:
+        """It is the registry's own word. In another's mouth it is counted, and means nothing."""
+        if not self.is_registry(peer):
+            counts["words of the registry from another"] += 1
+        return self.is_registry(peer)
 
     def change(self, hello: Message) -> None:
         """Say something else from now on: at once, and until it is accepted."""

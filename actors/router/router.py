@@ -174,6 +174,8 @@ class Router(Actor):
                 guest.room.post(LegLost(peer, reason))
 
     def _new_roster(self, registry: Address, roster: Roster) -> None:
+        if not self.membership.speaks(registry, self.counts):
+            return
         self.membership.accepted = True
         self.book.came(registry.incarnation, roster, self.clock.now_s())
         self._take_roster()
