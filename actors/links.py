@@ -171,10 +171,10 @@ class LinkLayer:
         if hello.expects != us:
             self._answer(path, NotMe(hello.session, us))
             return
-        if peer == us or self._exits.has_ended(peer):
+        link, holder = self._links.get(peer), self._by_session.get(hello.session)
+        if peer == us or self._exits.has_ended(peer) or (holder is not None and holder is not link):
             self.counts["impossible_hello"] += 1
             return
-        link = self._links.get(peer)
         if link is not None and link.session.session == hello.session:
             self._use(link, path)
             self._receive(link, hello, now_s)
