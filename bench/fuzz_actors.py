@@ -33,6 +33,7 @@ TOKEN = "the token of the fuzzer"
 ORDERS = (OpenPrefill, OpenDecode)
 #: Longer than every memory: silence of links (10 s), DP ranks of rooms (120 s).
 QUIET_S = 200.0
+SETTLE_S = 5.0
 METHODS = (("PUT", "/route"), ("POST", "/register_dp_rank"), ("POST", "/query_dp_ranks"), ("GET", "/route"))
 
 
@@ -127,9 +128,9 @@ class Stage:
         while not tokens or not tokens[-1].finish_reason:
             tokens += await live.take()
         front.close_request(live)
-        await asyncio.sleep(QUIET_S)
+        await asyncio.sleep(SETTLE_S)
         await front.close()
-        await asyncio.sleep(QUIET_S)
+        await asyncio.sleep(SETTLE_S)
         return len(tokens)
 
     # --- targets ---
@@ -138,8 +139,8 @@ class Stage:
         hellos = [Hello(1 << 62, HERE, incarnation, 1) for incarnation in self._incarnations]
         wires = tuple(map(encode_frame, (*FRAMES, *hellos)))
         return [
-            Target("wires of a process", 0.04, wires, self._on_the_wires()),
-            Target("messages of a member", 0.04, PAYLOADS, self._of_the_member()),
+            Target("wires of a process", 0.06, wires, self._on_the_wires()),
+            Target("messages of a member", 0.12, PAYLOADS, self._of_the_member()),
             Target("notifications at decode", 0.01, (NOTIFICATION,), self._notified),
             Target("the registry's routes", 0.02, BODIES, self._asked()),
         ]

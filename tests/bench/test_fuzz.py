@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from pathlib import Path
-from typing import Any
-
 import fuzz
 import pytest
 from fuzz_actors import Stage
@@ -13,6 +9,7 @@ from fuzz_decoders import FRAMES, MESSAGES, Target, decoders
 from fuzz_mutator import Mutator
 
 from kvferry.protocol import frames, messages
+from kvferry.protocol.address import Address
 from kvferry.sim.loop import run
 
 
@@ -59,34 +56,32 @@ def test_an_error_that_escapes_is_found(monkeypatch: pytest.MonkeyPatch) -> None
     assert report.findings and "planted" in report.findings[0] and not report.good
 
 
-@pytest.mark.parametrize("fault", ["an actor that dies", "a room that stays"])
+@pytest.mark.parametrize("fault", ["an actor that dies", "a rank that stays"])
 def test_what_an_actor_makes_of_a_frame_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Stage.__aenter__
 
     async def with_fault(stage: Stage) -> Stage:
         await made(stage)
-        decode = stage._system.decode()
+        registry = stage._registry
 
-        def breaks(_: Any) -> None:
+        def planted(_peer: Address, _message: messages.Message) -> None:
             if fault == "an actor that dies":
                 raise KeyError("planted")
-            decode.counts["planted"] += 1
+            registry.table.ranks["planted", 0, 0, 0, 0] = stage._system.decode().info
 
-        decode._notified = breaks  # type: ignore[method-assign]
-        if fault == "a room that stays":
-            asyncio.get_running_loop().call_later(
-                0.01, lambda: stage._registry.table.ranks.update({("x", 0, 0, 0, 0): decode.info})
-            )
+        registry._on_message[messages.Drained] = planted
         return stage
 
     monkeypatch.setattr(Stage, "__aenter__", with_fault)
-    fuzzing = fuzz.Fuzz(1200, seed=1)
-    if fault == "an actor that dies":
-        fuzzing._feed_all = True  # type: ignore[attr-defined]
-    report = run(fuzzing.run())
+    monkeypatch.setattr(fuzz, "decoders", list)
+    report = run(fuzz.Fuzz(3000, seed=1).run())
     assert not report.good
+    if fault == "an actor that dies":
+        assert "registry ended: KeyError" in report.findings[0]
+    else:
+        assert report.findings == [] and report.states_after["registered ranks"] == 3
 
 
-def test_one_frame_alone(tmp_path: Path) -> None:
+def test_one_frame_alone() -> None:
     report = run(fuzz.Fuzz(300, seed=3, only=299).run())
     assert sum(report.by_target.values()) == 1 and report.good
