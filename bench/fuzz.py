@@ -75,7 +75,7 @@ class Fuzz:
             await self._feed([*decoders(), *stage.targets()], stage)
             await asyncio.sleep(QUIET_S)
             self.report.refused = dict(stage.refused())
-            self.report.tokens_after = await stage.request()
+            self.report.tokens_after = 0 if stage.crashed() else await stage.request()
             self.report.states_after = stage.states()
             self.report.rss_after_bytes = rss_bytes()
         self.report.wall_s = time.perf_counter() - started_s

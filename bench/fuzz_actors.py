@@ -87,7 +87,8 @@ class Stage:
         processes = self._system.processes
         tasks = {name: process.task for name, process in processes.items()}
         tasks |= {f"the timers of {layer.address.name}": layer._timer for layer in self._layers() if layer._timer}
-        found = [f"{name} ended: {task.exception()!r}" for name, task in tasks.items() if task.done()]
+        ended = {name: task for name, task in tasks.items() if task.done() and not task.cancelled()}
+        found = [f"{name} ended: {task.exception()!r}" for name, task in ended.items()]
         cut = [
             name for name, process in processes.items() if not self.member.network.is_up(process.address.incarnation)
         ]
