@@ -83,7 +83,9 @@ class LinkQueue:
         try:
             message = decode(payload)
         except BadFrame as error:
-            self._complain.about("undecodable_message", "dropped a message of %s: %.200s", link.peer.name, error)
+            self._complain.about(
+                "undecodable_message", "dropped a message of %.200r: %.200r", link.peer.name, str(error)
+            )
             return
         if not handler.on_message(link.peer, message):
             self._counts["mailbox_full"] += 1

@@ -137,7 +137,7 @@ class LinkLayer:
         try:
             frame = decode_frame(data)
         except BadFrame as error:
-            self._complain.about("undecodable_frame", "%s: dropped a frame: %.200s", self._name, error)
+            self._complain.about("undecodable_frame", "%s: dropped a frame: %.200r", self._name, str(error))
             return
         if isinstance(frame, Hello):
             self._hello(path, frame)

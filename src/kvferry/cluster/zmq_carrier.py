@@ -78,7 +78,7 @@ class _Pump:
 
 
 class _Dialled:
-    """One DEALER, its monitor and their pumps."""
+    """One DEALER, its monitor and their pumps. Raises zmq.ZMQError for an endpoint that can't be one."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: CurveKeys | None,
@@ -90,11 +90,16 @@ class _Dialled:
         if keys is not None:
             keys.dial(self.socket)
         monitor = self.socket.get_monitor_socket(_BROKEN | zmq.EVENT_CONNECTED)
+        try:
+            self.socket.connect(endpoint)
+        except zmq.ZMQError:
+            self.socket.disable_monitor()
+            self.socket.close(linger=0)
+            raise
         self._on_down = on_down
         self._connected = False
         self.pump = _Pump(self.socket, on_bytes)
         self._monitor_pump = _Pump(monitor, self._news)
-        self.socket.connect(endpoint)
 
     def stop(self) -> None:
         """Read no more; the socket may still send until it is closed."""
@@ -161,10 +166,16 @@ class ZmqCarrier:
     def connect(self, endpoint: str) -> Path:
         self._dials += 1
         path: Path = _DIALLED + b"%d" % self._dials
-        self._dialled[path] = _Dialled(
-            self._context, endpoint, self._keys,
-            partial(self._take_dialled, path), partial(self._dialled_down, path, endpoint),
-        )  # fmt: skip
+        try:
+            if not endpoint.startswith("tcp://"):  # a peer's word must not lead to what else ZMQ can connect to
+                raise zmq.ZMQError(zmq.EPROTONOSUPPORT)
+            self._dialled[path] = _Dialled(
+                self._context, endpoint, self._keys,
+                partial(self._take_dialled, path), partial(self._dialled_down, path, endpoint),
+            )  # fmt: skip
+        except zmq.ZMQError as error:
+            self._complain.about("bad_endpoints", "%.200r is no endpoint to dial: %s", endpoint, error)
+            asyncio.get_running_loop().call_soon(self._path_down, path, True)
         return path
 
     def send(self, path: Path, data: bytes) -> None:
@@ -255,11 +266,11 @@ class ZmqCarrier:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             self._accepted.discard(path)
-            asyncio.get_running_loop().call_soon(self._accepted_down, path)
+            asyncio.get_running_loop().call_soon(self._path_down, path, False)
 
-    def _accepted_down(self, path: Path) -> None:
+    def _path_down(self, path: Path, refused: bool) -> None:
         if self._handler is not None and not self._closed:
-            self._handler.on_path_down(path, False)
+            self._handler.on_path_down(path, refused)
 
     def _connection_news(self, parts: list[bytes]) -> None:
         if parse_monitor_message(parts)["event"] & _FAILED:

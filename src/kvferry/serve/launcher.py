@@ -86,7 +86,12 @@ def check_model(model: str) -> None:
 
 def check_address(config: Config) -> None:
     """Raises ConfigError when HTTP can't listen where it should."""
-    host, port = config.http.host, config.http.port
+    _check_free("http_options", config.http.host, config.http.port)
+    if config.registry.http_port:
+        _check_free("applications[0].args.registry", config.registry.http_host, config.registry.http_port)
+
+
+def _check_free(key: str, host: str, port: int) -> None:
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
@@ -94,7 +99,7 @@ def check_address(config: Config) -> None:
             probe.bind(address)
     except OSError as error:
         allowed = f"an address and a port that are free here ({error.strerror or error})"
-        raise ConfigError("http_options", f"{host}:{port}", allowed) from None
+        raise ConfigError(key, f"{host}:{port}", allowed) from None
 
 
 def prepare_secrets(config: Config) -> None:
