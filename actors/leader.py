@@ -302,11 +302,10 @@ class Leader(Actor, Generic[R]):
 
     def _registration_refused(self, peer: Address, message: RegistrationRefused) -> None:
         """A place that may become free is asked for again (by `Membership.tick`); a mismatch can't mend itself."""
-        if not self.membership.speaks(peer, self.counts):
-            return
-        self.refusal = message.reason
-        if not message.retry:
-            raise RegistrationError(message.reason)
+        if self.membership.speaks(peer, self.counts):
+            self.refusal = message.reason
+            if not message.retry:
+                raise RegistrationError(message.reason)
 
     # --- load and status ---
 

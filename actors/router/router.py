@@ -27,7 +27,15 @@ from kvferry.protocol.address import Address
 from kvferry.protocol.errors import Cause, Draining
 from kvferry.protocol.kvpoll import KVPoll
 from kvferry.protocol.messages import (
-    Admitted, Load, Message, Opened, PrefillDone, RegisterDpRank, Roster, UnknownRoom, Watch,
+    Admitted,
+    Load,
+    Message,
+    Opened,
+    PrefillDone,
+    RegisterDpRank,
+    Roster,
+    UnknownRoom,
+    Watch,
 )  # fmt: skip
 from kvferry.protocol.outcome import Outcome
 from kvferry.protocol.rank import RankInfo
