@@ -200,6 +200,8 @@ class Leader(Actor, Generic[R]):
         room, meant = self.rooms.get(message.room), (front.incarnation, message.request, message.attempt)
         if room is not None and meant == (room.spec.front.incarnation, room.spec.request, room.attempt):
             self.fail(room, self.STOP, "the client has gone", "", "aborted")
+        else:
+            self.counts["stops of no room"] += 1
 
     # --- links ---
 
@@ -294,15 +296,16 @@ class Leader(Actor, Generic[R]):
 
     # --- registration ---
 
-    def _registered(self, _peer: Address, _message: Registered) -> None:
-        self.membership.accepted = True
-        self.refusal = None
+    def _registered(self, peer: Address, _message: Registered) -> None:
+        if self.membership.speaks(peer, self.counts):
+            self.membership.accepted, self.refusal = True, None
 
-    def _registration_refused(self, _peer: Address, message: RegistrationRefused) -> None:
+    def _registration_refused(self, peer: Address, message: RegistrationRefused) -> None:
         """A place that may become free is asked for again (by `Membership.tick`); a mismatch can't mend itself."""
-        self.refusal = message.reason
-        if not message.retry:
-            raise RegistrationError(message.reason)
+        if self.membership.speaks(peer, self.counts):
+            self.refusal = message.reason
+            if not message.retry:
+                raise RegistrationError(message.reason)
 
     # --- load and status ---
 

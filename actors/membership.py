@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -41,10 +42,21 @@ class Membership:
     def is_registry(self, peer: Address) -> bool:
         return self._address is not None and peer.incarnation == self._address.incarnation
 
+    def speaks(self, peer: Address, counts: Counter[str]) -> bool:
+        """It is the registry's own word. In another's mouth it is counted, and means nothing."""
+        if not self.is_registry(peer):
+            counts["words of the registry from another"] += 1
+        return self.is_registry(peer)
+
     def change(self, hello: Message) -> None:
         """Say something else from now on: at once, and until it is accepted."""
         self._hello, self.accepted = hello, False
         self._say_hello()
+
+    def tell(self, message: Message) -> None:
+        """Say something once; nobody hears it while there is no link."""
+        if self._address is not None:
+            self._network.send(self._address.incarnation, message)
 
     def tick(self, now_s: float) -> None:
         """Look the registry up if we have none, at most every `RETRY_S`."""

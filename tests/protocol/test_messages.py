@@ -59,6 +59,7 @@ EXAMPLES: list[m.Message] = [
     m.Register(INFO),
     m.Registered(3),
     m.RegistrationRefused("held", True),
+    m.RegisterDpRank(5, 1, "prefill-0"),
     m.Watch("router-0"),
     m.Roster(4, (INFO,), False, ("decode: 0 of 1 instances are complete",)),
 ]
@@ -88,6 +89,7 @@ WIRE = {
     "Register": "info",
     "Registered": "version",
     "RegistrationRefused": "reason retry",
+    "RegisterDpRank": "room dp_rank instance",
     "Watch": "name",
     "Roster": "version ranks ready missing=",
 }

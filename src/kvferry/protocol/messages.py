@@ -6,7 +6,7 @@ Rules: a field added later has a default, so that a peer one version older still
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -16,6 +16,10 @@ from kvferry.protocol.rank import RankInfo
 from kvferry.protocol.request import RequestSpec
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
+
+
+#: A number that becomes an index into memory or a list: what doesn't fit 31 bits is none of ours.
+Index = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -143,12 +147,12 @@ class Destination(Message, frozen=True):
     """
 
     room: int
-    pages: tuple[int, ...]
-    prefix_tokens: int
-    metadata_slot: int
+    pages: tuple[Index, ...]
+    prefix_tokens: Index
+    metadata_slot: Index
     agent: bytes
     generation: int
-    required_acks: tuple[int, ...]
+    required_acks: tuple[Index, ...]
 
 
 class AbortTransfer(Message, frozen=True):
@@ -267,6 +271,15 @@ class RegistrationRefused(Message, frozen=True):
     retry: bool
 
 
+class RegisterDpRank(Message, frozen=True):
+    """Router -> registry: the room's prefill is this rank of the DP group `instance`. Said where rooms don't follow
+    their id."""
+
+    room: int
+    dp_rank: int
+    instance: str
+
+
 class Watch(Message, frozen=True):
     """Router -> registry: tell me the roster now and at every change. Router -> leader: the same for its `Load`."""
 
@@ -286,7 +299,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
     OpenPrefill | OpenDecode | Opened | Admitted | Progress | PrefillDone | Received | Committed | Failed
     | Abort | AbortAck | UnknownRoom | Destination | AbortTransfer | Drained | TokenBatch | Stop | Retracted
-    | Load | Register | Registered | RegistrationRefused | Watch | Roster
+    | Load | Register | Registered | RegistrationRefused | RegisterDpRank | Watch | Roster
 )  # fmt: skip
 
 
