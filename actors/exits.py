@@ -16,6 +16,8 @@ from kvferry.protocol.address import Address
 
 #: The kernel's own upper limit of pids on 64 bits.
 PID_MAX = 1 << 22
+#: Processes that are watched at once, and ended ones that are remembered: more than a host ever runs for us.
+MAX_WATCHED, MAX_ENDED = 4096, 65_536
 
 
 @dataclass
@@ -34,7 +36,7 @@ class Exits:
     def __init__(self, watch: PidWatch | None, host: str, on_exited: Callable[[Address], None]) -> None:
         self._watch, self._host, self._on_exited = watch, host, on_exited
         self._watched: dict[int, _Watched] = {}
-        self._ended: set[int] = set()
+        self._ended: dict[int, None] = {}  # in the order of their ends
         self.unwatchable = 0
 
     def has_ended(self, incarnation: int) -> bool:
@@ -65,10 +67,10 @@ class Exits:
         """Watch the process that has introduced itself as `peer`. True when a question must be put to it."""
         if self._watch is None or not self._host or peer.host != self._host or peer.incarnation in self._ended:
             return False
-        if not 0 < peer.pid <= PID_MAX:
+        watched = self._watched.get(peer.incarnation)
+        if not 0 < peer.pid <= PID_MAX or (watched is None and len(self._watched) >= MAX_WATCHED):
             self.unwatchable += 1
             return False
-        watched = self._watched.get(peer.incarnation)
         if watched is None:
             watched = self._watched[peer.incarnation] = _Watched(peer)
             self._open(watched)
@@ -114,5 +116,7 @@ class Exits:
 
     def _end(self, watched: _Watched) -> None:
         if self._watched.pop(watched.address.incarnation, None) is not None:
-            self._ended.add(watched.address.incarnation)
+            self._ended[watched.address.incarnation] = None
+            if len(self._ended) > MAX_ENDED:
+                del self._ended[next(iter(self._ended))]
             self._on_exited(watched.address)

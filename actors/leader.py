@@ -199,6 +199,8 @@ class Leader(Rank, Generic[R]):
         room, meant = self.rooms.get(message.room), (front.incarnation, message.request, message.attempt)
         if room is not None and meant == (room.spec.front.incarnation, room.spec.request, room.attempt):
             self.fail(room, self.STOP, "the client has gone", "", "aborted")
+        else:
+            self.counts["stops of no room"] += 1
 
     # --- links ---
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.actors.carrier import Path
+from kvferry.actors.complaints import Complaints
 from kvferry.actors.ports import LinkHandler, LostReason
 from kvferry.protocol.address import Address
 from kvferry.protocol.link import Delivered, LinkSession, Lost, Up
@@ -42,9 +43,9 @@ class Exited:
 class LinkQueue:
     """`on_full(link)` is called when the handler could not take a message of that link."""
 
-    def __init__(self, counts: Counter[str], on_full: Callable[[Link], None]) -> None:
+    def __init__(self, counts: Counter[str], complain: Complaints, on_full: Callable[[Link], None]) -> None:
         self.handler: LinkHandler | None = None
-        self._counts, self._on_full = counts, on_full
+        self._counts, self._complain, self._on_full = counts, complain, on_full
         self._events: deque[tuple[Up | Delivered | Lost | Exited, Address, Link | None]] = deque()
         self._scheduled = False
 
@@ -81,8 +82,10 @@ class LinkQueue:
     def _deliver(self, link: Link, payload: bytes, handler: LinkHandler) -> None:
         try:
             message = decode(payload)
-        except BadFrame:
-            self._counts["undecodable_message"] += 1
+        except BadFrame as error:
+            self._complain.about(
+                "undecodable_message", "dropped a message of %.200r: %.200r", link.peer.name, str(error)
+            )
             return
         if not handler.on_message(link.peer, message):
             self._counts["mailbox_full"] += 1

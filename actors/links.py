@@ -10,9 +10,11 @@ this host. Then the pidfd has a heartbeat's time to say that it has exited.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 
 from kvferry.actors.carrier import Carrier, Path, PidWatch
+from kvferry.actors.complaints import Complaints
 from kvferry.actors.exits import Exits
 from kvferry.actors.link_queue import Exited, Link, LinkQueue
 from kvferry.actors.ports import Clock, LinkHandler, Random
@@ -24,8 +26,12 @@ from kvferry.protocol.link import Answered, LinkLimits, LinkSession, Lost, Up
 from kvferry.protocol.link_table import Ending, LinkState
 from kvferry.protocol.messages import BadFrame, Message, encode
 
+log = logging.getLogger("kvferry.links")
+
 #: The least time between two timer runs, so that a deadline lost in rounding can't spin the loop.
 TICK_FLOOR_S = 0.001
+#: Sessions of this process at once. Only members of the cluster can open any, and no cluster has so many processes.
+MAX_LINKS = 4096
 #: Incarnations whose count of dials is remembered, to tell a late Hello from a new one.
 DIALS_KEPT = 4096
 
@@ -38,6 +44,7 @@ class LinkLayer:
         clock: Clock, random: Random, pid_watch: PidWatch | None, host: str, pid: int,
     ) -> None:  # fmt: skip
         self.counts: Counter[str] = Counter()
+        self._name, self._complain = name, Complaints(log, self.counts, clock.now_s)
         self._carrier, self._settings, self._clock, self._random = carrier, settings, clock, random
         self._limits = LinkLimits(settings.heartbeat_s, settings.silence_s, settings.resend_s, settings.window)
         self._address = Address(name, carrier.endpoint, incarnation, host, pid)
@@ -47,7 +54,7 @@ class LinkLayer:
         self._by_path: dict[Path, Link] = {}
         self._dials = 0
         self._dials_heard: dict[int, int] = {}
-        self._queue = LinkQueue(self.counts, self._mailbox_full)
+        self._queue = LinkQueue(self.counts, self._complain, self._mailbox_full)
         self._dirty: dict[int, Link] = {}
         self._timer: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
@@ -132,8 +139,8 @@ class LinkLayer:
             return
         try:
             frame = decode_frame(data)
-        except BadFrame:
-            self.counts["undecodable_frame"] += 1
+        except BadFrame as error:
+            self._complain.about("undecodable_frame", "%s: dropped a frame: %.200r", self._name, str(error))
             return
         if isinstance(frame, Hello):
             self._hello(path, frame)
@@ -167,10 +174,10 @@ class LinkLayer:
         if hello.expects != us:
             self._answer(path, NotMe(hello.session, us))
             return
-        if peer == us or self._exits.has_ended(peer):
+        link, holder = self._links.get(peer), self._by_session.get(hello.session)
+        if peer == us or self._exits.has_ended(peer) or (holder is not None and holder is not link):
             self.counts["impossible_hello"] += 1
             return
-        link = self._links.get(peer)
         if link is not None and link.session.session == hello.session:
             self._use(link, path)
             self._receive(link, hello, now_s)
@@ -189,6 +196,9 @@ class LinkLayer:
                 self._use(link, path)
                 self._heard_dial(peer, hello.dial)
                 return
+        if len(self._links) >= MAX_LINKS:
+            self._complain.about("too_many_links", "%s: %d links are open; no more are taken", self._name, MAX_LINKS)
+            return
         self._accept(path, hello, now_s)
 
     def _accept(self, path: Path, hello: Hello, now_s: float) -> None:

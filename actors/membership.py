@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from kvferry.actors.ports import Network, Resolve
 from kvferry.protocol.address import Address
-from kvferry.protocol.messages import Message, Registered, RegistrationRefused
+from kvferry.protocol.messages import Message, RegistrationRefused
 
 REGISTRY = "registry"
 RETRY_S = 0.5
@@ -48,15 +49,21 @@ class Membership:
     def is_registry(self, peer: Address) -> bool:
         return self._address is not None and peer.incarnation == self._address.incarnation
 
+    def speaks(self, peer: Address, counts: Counter[str]) -> bool:
+        """It is the registry's own word. In another's mouth it is counted, and means nothing."""
+        if not self.is_registry(peer):
+            counts["words of the registry from another"] += 1
+        return self.is_registry(peer)
+
     def change(self, hello: Message) -> None:
         """Say something else from now on: at once, and until it is accepted."""
         self._hello, self.accepted = hello, False
         self._say_hello()
 
-    def registered(self, _peer: Address, _message: Registered) -> None:
+    def registered(self) -> None:
         self.accepted, self.refusal = True, None
 
-    def refused(self, _peer: Address, message: RegistrationRefused) -> None:
+    def refused(self, message: RegistrationRefused) -> None:
         """A place that may become free is asked for again (by `tick`). A mismatch can't mend itself: raises
         RegistrationError.
         """

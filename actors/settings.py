@@ -34,11 +34,13 @@ class ClockSettings(Settings, frozen=True):
 
 
 class LinkSettings(Settings, frozen=True):
-    """`carrier`: "zmq", or "ray" for calls between the actors. `silence_s` of silence end a link; `mailbox` messages
-    fit an actor's mailbox.
+    """`carrier`: "zmq", or "ray" for calls between the actors. `encrypted`: over zmq, links use CURVE with keys from
+    the cluster's secret, and nobody else may connect. `silence_s` of silence end a link; `mailbox` messages fit an
+    actor's mailbox.
     """
 
     carrier: str = "zmq"
+    encrypted: bool = True
     heartbeat_s: float = 1.0
     silence_s: float = 10.0
     resend_s: float = 0.5

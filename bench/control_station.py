@@ -27,12 +27,14 @@ from kvferry.actors.settings import LinkSettings
 from kvferry.cluster.clock import SystemClock, SystemRandom
 from kvferry.cluster.names import NAMESPACE
 from kvferry.cluster.network import open_network
+from kvferry.cluster.secret import Secret
 from kvferry.protocol.address import Address
 from kvferry.protocol.messages import Message, OpenDecode, Opened, OpenPrefill, Register
 from kvferry.protocol.rank import RankInfo
 from kvferry.protocol.request import RequestSpec, Sampling
 
 PROMPT_TOKENS = 16
+SECRET = Secret(b"control bench: all its processes")
 
 
 class Meter(msgspec.Struct, frozen=True):
@@ -155,7 +157,7 @@ class Station:
 
     async def network(self, name: str) -> LinkLayer:
         """Links whose messages and frames are counted."""
-        network = await open_network(name, "127.0.0.1", self._settings, SystemClock(), SystemRandom())
+        network = await open_network(name, "127.0.0.1", self._settings, SystemClock(), SystemRandom(), SECRET)
         self._networks.append(network)
         send, carry = network.send, network._carrier.send
 

@@ -17,6 +17,7 @@ from kvferry.cluster.config import Config
 from kvferry.cluster.hosting import CONCURRENT_CALLS, RemoteHost
 from kvferry.cluster.names import NAMESPACE, REGISTRY
 from kvferry.cluster.network import open_network
+from kvferry.cluster.secret import load_secret, make_secret
 from kvferry.obs.metrics import FrontMetrics
 from kvferry.protocol.messages import Roster
 from kvferry.protocol.outcome import Outcome
@@ -59,6 +60,7 @@ async def cluster(policies: Sequence[str], prefills: int, decodes: int) -> Async
     config = Config(
         prefill=PrefillSettings(instances=prefills, pool_pages=256), decode=DecodeSettings(instances=decodes)
     )
+    make_secret(None)
     with local_ray():
         numbers = {"prefill": prefills, "decode": decodes}
         names = [(role, f"{role}-{i}") for role, number in numbers.items() for i in range(number)]
@@ -91,7 +93,8 @@ async def _linked(router: Any, instances: int) -> None:
 async def ttfts_s(router: Any, prompts: Sequence[int], arrivals_s: Sequence[float], max_tokens: int) -> list[float]:
     """Time to first token of each request, in seconds."""
     clock, random = SystemClock(), SystemRandom()
-    network = await open_network(f"front-{random.bits(32):08x}", "127.0.0.1", Config().links, clock, random)
+    name = f"front-{random.bits(32):08x}"
+    network = await open_network(name, "127.0.0.1", Config().links, clock, random, load_secret(None))
     front = Front(
         network, OneRouter(router), lambda _: (), clock, random, FrontInfo("smollm2-135m"), FrontMetrics()
     )  # fmt: skip

@@ -2,102 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from kvferry.actors.actor import Actor
+from kvferry.actors.bootstrap.ranks import RankTable, host_of, place_of
+from kvferry.actors.bootstrap.room_ranks import RoomRanks
 from kvferry.actors.ports import Clock, LostReason, Network
 from kvferry.protocol.address import Address
-from kvferry.protocol.messages import OverBudget, Register, Registered, RegistrationRefused, Roster, Watch
-from kvferry.protocol.rank import Layout, RankInfo
+from kvferry.protocol.errors import Cause, Overloaded
+from kvferry.protocol.messages import (
+    OverBudget,
+    Register,
+    RegisterDpRank,
+    Registered,
+    RegistrationRefused,
+    Roster,
+    Watch,
+)
+from kvferry.protocol.rank import RankInfo
 
-#: A request needs one instance of each, or a unified one.
-PAIR = ("prefill", "decode")
-
-#: Coordinates of a rank: (instance, dp, cp, tp, pp).
-Place = tuple[str, int, int, int, int]
-
-
-def place_of(info: RankInfo) -> Place:
-    return (info.instance, info.dp_rank, info.cp_rank, info.tp_rank, info.pp_rank)
-
-
-def group_size(info: RankInfo) -> int:
-    """Ranks that make the instance's group complete: DP x CP x TP x PP."""
-    return info.dp_size * info.cp_size * info.tp_size * info.pp_size
-
-
-@dataclass
-class RankTable:
-    """The registered ranks, by place; pure. A place has one holder until that holder's link is lost.
-
-    `one_host`: bytes go from process to process only, so a rank on another host could move none.
-    """
-
-    one_host: bool = False
-    ranks: dict[Place, RankInfo] = field(default_factory=dict)
-
-    def refuse(self, info: RankInfo) -> RegistrationRefused | None:
-        """Why `info` can't be registered, or None. Repeating a registration is fine."""
-        holder = self.ranks.get(place_of(info))
-        if holder is not None and holder.address.incarnation != info.address.incarnation:
-            return RegistrationRefused(
-                f"{info.instance} rank {place_of(info)[1:]} is held by live process {holder.address.incarnation:016x}",
-                retry=True,
-            )
-        for name in ("dp", "cp", "tp", "pp"):
-            rank, size = getattr(info, f"{name}_rank"), getattr(info, f"{name}_size")
-            if not 0 <= rank < size:
-                return RegistrationRefused(f"{name}_rank is {rank}; allowed: 0 to {size - 1}", retry=False)
-        for place, other in self.ranks.items():
-            if other.address.incarnation == info.address.incarnation and place != place_of(info):
-                text = f"process {info.address.incarnation:016x} is {other.instance} rank {place[1:]} already"
-                return RegistrationRefused(text, retry=False)
-            problem = _mismatch(info, other) or (self._elsewhere(info, other) if self.one_host else None)
-            if problem:
-                return RegistrationRefused(problem, retry=False)
-        return None
-
-    @staticmethod
-    def _elsewhere(info: RankInfo, other: RankInfo) -> str | None:
-        if info.address.host == other.address.host or "unified" in (info.role, other.role):
-            return None  # a unified instance moves no bytes
-        where = f"{info.instance} is at {info.address.endpoint}, {other.instance} at {other.address.endpoint}"
-        return f"transfer.transports is host, which works within one host, but {where}; set it to tcp"
-
-    def missing(self, wanted: dict[str, int]) -> tuple[str, ...]:
-        """What keeps the service from being ready: one line per role that lacks complete instances, or has none.
-
-        An instance that drains takes no new rooms, so it does not count.
-        """
-        lines = []
-        for role, count in wanted.items():
-            if count == 0 and role in PAIR and not wanted.get("unified"):
-                lines.append(f"{role}: none is wanted; `kvferry scale {role}=1` asks for one")
-            groups: dict[str, set[Place]] = {}
-            sizes: dict[str, int] = {}
-            for place, info in self.ranks.items():
-                if info.role == role and not info.draining:
-                    groups.setdefault(info.instance, set()).add(place)
-                    sizes[info.instance] = group_size(info)
-            complete = sum(len(places) >= sizes[name] for name, places in groups.items())
-            if complete < count:
-                lines.append(f"{role}: {complete} of {count} instances are complete")
-        return tuple(lines)
-
-
-def _mismatch(info: RankInfo, other: RankInfo) -> str | None:
-    """The first thing on which two ranks disagree, with both values."""
-    for name in Layout.__struct_fields__:
-        ours, theirs = getattr(info.layout, name), getattr(other.layout, name)
-        if ours != theirs:
-            return f"{name} of {info.instance} is {ours!r}, but {other.instance} registered with {theirs!r}"
-    if info.instance == other.instance:
-        for name in ("role", "dp_size", "cp_size", "tp_size", "pp_size"):
-            ours, theirs = getattr(info, name), getattr(other, name)
-            if ours != theirs:
-                return f"{name} of {info.instance} is {ours!r}, but another rank of it registered with {theirs!r}"
-    return None
+T = TypeVar("T")
 
 
 #: What a decode says of its quarantine it says once a second; older news may be over.
@@ -120,23 +47,36 @@ class Wanted:
     names: frozenset[str]
 
 
+@dataclass(frozen=True)
+class Asked:
+    """Item: a call that reads or writes the registry's state, in a turn of its own."""
+
+    do: Callable[[], Any]
+    answer: asyncio.Future[Any]
+
+
 class Registry(Actor):
     """`wanted`: instances of each role that make the service ready; None until the controller, whose numbers they are,
     has told them. What keeps an instance from starting is told with what is missing, until it registers. `one_host`:
-    as in `RankTable`.
+    as in `RankTable`. `rooms`: the DP ranks of rooms.
     """
 
     def __init__(
-        self, network: Network, clock: Clock, mailbox: int, wanted: dict[str, int] | None = None, one_host: bool = False
-    ) -> None:
+        self, network: Network, clock: Clock, mailbox: int, wanted: dict[str, int] | None = None,
+        one_host: bool = False, rooms: RoomRanks | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(network, clock, mailbox)
         self.table = RankTable(one_host)
+        self.rooms = rooms if rooms is not None else RoomRanks()
         self._wanted = wanted
         self._version = 0
         self._watchers: dict[int, str] = {}
         self._overdue: dict[tuple[int, int], tuple[float, str, OverBudget]] = {}  # by who says it, and of whom
         self._failures: dict[str, tuple[int, str]] = {}  # by instance: how often in a row, and the last error
-        self._on_message = {Register: self._register, Watch: self._watch, OverBudget: self._over_budget}
+        self._on_message = {
+            Register: self._register, Watch: self._watch, RegisterDpRank: self._room_of_router,
+            OverBudget: self._over_budget,
+        }  # fmt: skip
 
     def roster(self) -> Roster:
         failures = (f"{name} could not start ({n} times): {error}" for name, (n, error) in self._failures.items())
@@ -175,11 +115,38 @@ class Registry(Actor):
             "pid": address.pid,
             "version": self._version,
             "ranks": len(self.table.ranks),
+            "rooms": len(self.rooms),
             "counts": dict(self.counts),
         }
 
+    # --- calls of the HTTP routes ---
+
+    async def register(self, info: RankInfo, sender: str) -> RegistrationRefused | str | None:
+        """A rank that somebody at the IP address `sender` tells of. We dial it: it is held as long as that link lives.
+        Refused: the text where it is not the sender's to tell, else what the rank itself would be answered.
+        """
+        return await self._in_turn(lambda: self._register_told(info, sender))
+
+    async def register_room(self, room: int, dp_rank: int, instance: str | None) -> str | None:
+        """The DP rank of a room's prefill, of the group `instance` or of any. Why it is refused, or None. Raises
+        LookupError where there is no such group."""
+        return await self._in_turn(lambda: self._register_room(room, dp_rank, instance))
+
+    async def ranks_of_rooms(self, rooms: list[int]) -> dict[int, int]:
+        """Of those that are known."""
+        return await self._in_turn(lambda: self.rooms.of(rooms, self.clock.now_s()))
+
+    async def _in_turn(self, do: Callable[[], T]) -> T:
+        """Raises Overloaded when the mailbox is full."""
+        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        if not self._mailbox.post(Asked(do, answer)):
+            raise Overloaded(Cause("overloaded", "the registry's mailbox is full"))
+        return await answer
+
     def receive(self, item: Any) -> None:
-        if isinstance(item, StartFailed):
+        if isinstance(item, Asked):
+            self._answer(item)
+        elif isinstance(item, StartFailed):
             self._could_not_start(item.instance, item.error)
         elif isinstance(item, Wanted):
             self._told(item)
@@ -207,23 +174,74 @@ class Registry(Actor):
 
     def _register(self, peer: Address, message: Register) -> None:
         info = message.info
-        if info.address.incarnation != peer.incarnation:
+        if info.address != peer:
             self.counts["registrations for another process"] += 1
             refusal: RegistrationRefused | None = RegistrationRefused("a process registers itself only", retry=False)
         else:
-            refusal = self.table.refuse(info)
+            refusal = self._admit(info)
             if refusal is not None and not refusal.retry:  # its process ends now, as often as it is started
                 self._could_not_start(info.instance, refusal.reason)
         if refusal is not None:
             self.counts["registrations refused"] += 1
             self.network.send(peer.incarnation, refusal)
             return
+        self.network.send(peer.incarnation, Registered(self._version))
+
+    def _admit(self, info: RankInfo) -> RegistrationRefused | None:
+        refusal = self.table.refuse(info)
+        if refusal is not None:
+            return refusal
         is_new = self.table.ranks.get(place_of(info)) != info
         self.table.ranks[place_of(info)] = info
         self._failures.pop(info.instance, None)
-        self.network.send(peer.incarnation, Registered(self._version))
         if is_new:
             self._changed()
+        return None
+
+    def _register_told(self, info: RankInfo, sender: str) -> RegistrationRefused | str | None:
+        us = self.network.address
+        refusal: RegistrationRefused | str | None = self.table.outside(info, sender, host_of(us))
+        if refusal is None and info.address.incarnation == us.incarnation:
+            refusal = "this incarnation is the registry's own"
+        if refusal is None:
+            refusal = self._admit(info)
+        if refusal is not None:
+            self.counts["registrations refused"] += 1
+            return refusal
+        self.network.dial(info.address)
+        return None
+
+    def _room_of_router(self, _peer: Address, message: RegisterDpRank) -> None:
+        try:
+            refusal = self._register_room(message.room, message.dp_rank, message.instance)
+        except LookupError:  # it has left while the message was on its way
+            refusal = "no such group"
+        self.counts["dp ranks refused"] += refusal is not None
+
+    def _register_room(self, room: int, dp_rank: int, instance: str | None) -> str | None:
+        sizes = {info.dp_size for info in self.table.ranks.values() if info.role != "decode"}
+        if instance is not None:
+            sizes = {info.dp_size for info in self.table.members(instance)}
+        if not sizes:
+            raise LookupError(f"{instance or 'a prefill'} is not registered")
+        now_s = self.clock.now_s()
+        refusals = [self.rooms.refuse(room, dp_rank, size, now_s) for size in sorted(sizes)]
+        if None not in refusals:
+            return refusals[-1]
+        self.rooms.keep(room, dp_rank, now_s)
+        return None
+
+    @staticmethod
+    def _answer(item: Asked) -> None:
+        if item.answer.done():  # who asked has gone
+            return
+        try:
+            item.answer.set_result(item.do())
+        except LookupError as error:
+            item.answer.set_exception(error)
+
+    def tick(self, now_s: float) -> None:
+        self.rooms.drop_old(now_s)
 
     def _watch(self, peer: Address, message: Watch) -> None:
         self._watchers[peer.incarnation] = message.name

@@ -95,7 +95,9 @@ class Prefill(Writing):
 
     def _progress_of_decode(self, peer: Address, message: Progress) -> None:
         room = self.rooms.get(message.room)
-        if room is not None and peer.incarnation == room.peer.incarnation:
+        if room is None or room.peer.incarnation != peer.incarnation:
+            self.counts["late or stray messages of decode"] += 1
+        else:
             room.clocks.queued("decode", message.position, message.step, 0, self.clock.now_s())
 
     # --- reserve, compute ---

@@ -23,7 +23,7 @@ class Rank(Actor):
         self.engine, self.endpoint, self.info = parts.engine, parts.endpoint, parts.info
         self.membership = Membership(self.network, parts.resolve, hello, self.spawn, self._mailbox.put)
         self.ending = Ending(parts.limits.no_progress_s)
-        self._on_message = {Registered: self.membership.registered, RegistrationRefused: self.membership.refused}
+        self._on_message = {Registered: self._registered, RegistrationRefused: self._registration_refused}
 
     async def close(self) -> None:
         await self.endpoint.close()
@@ -35,6 +35,14 @@ class Rank(Actor):
             self.membership.found(item.address)
         else:
             super().receive(item)
+
+    def _registered(self, peer: Address, _message: Registered) -> None:
+        if self.membership.speaks(peer, self.counts):
+            self.membership.registered()
+
+    def _registration_refused(self, peer: Address, message: RegistrationRefused) -> None:
+        if self.membership.speaks(peer, self.counts):
+            self.membership.refused(message)
 
     def link_up(self, peer: Address) -> None:
         self.membership.link_up(peer)

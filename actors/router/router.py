@@ -32,6 +32,7 @@ from kvferry.protocol.messages import (
     Message,
     Opened,
     PrefillDone,
+    RegisterDpRank,
     Released,
     Roster,
     UnknownRoom,
@@ -182,6 +183,8 @@ class Router(Actor):
                 guest.room.post(LegLost(peer, reason))
 
     def _new_roster(self, registry: Address, roster: Roster) -> None:
+        if not self.membership.speaks(registry, self.counts):
+            return
         self.membership.accepted = True
         self.book.came(registry.incarnation, roster, self.clock.now_s())
         self._take_roster()
@@ -317,6 +320,8 @@ class Router(Actor):
         guest = self.guests[room_id] = Guest(room, answer, prefill, decode, now_s)
         guest.era = self.breakers.dispatched(guest.pair)
         self.fleet.dispatched(ask, *guest.pair)
+        if prefill.dp_size > 1 and self.settings.dp_choice != "follow_bootstrap_room":
+            self.membership.tell(RegisterDpRank(room_id, prefill.dp_rank, prefill.instance))
         task = asyncio.get_running_loop().create_task(room.run())
         self._tasks.add(task)
 

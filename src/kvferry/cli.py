@@ -1,4 +1,4 @@
-"""The `kvferry` command: serve, ask, scale, status, room, config check.
+"""The `kvferry` command: serve, ask, scale, status, room, secret, config check.
 
 A server that asks for an API key gets the one in the environment variable KVFERRY_API_KEY.
 Expected failures (a server that is not there, a bad configuration) are one line on stderr and exit code 1.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -62,6 +63,10 @@ def _parser() -> argparse.ArgumentParser:
     for command in (status, room):
         command.add_argument("--url", default=DEFAULT_URL, help="the server (%(default)s)")
         command.add_argument("--json", action="store_true", help="print the object itself")
+    secret = commands.add_parser("secret", help="make the cluster's secret where there is none, and say where it is")
+    secret.add_argument("config", metavar="CONFIG", nargs="?", help="a YAML file such as serve.yaml, for its place")
+    secret.add_argument("--token", action="store_true", help="print what writers show the registry's HTTP routes")
+    secret.set_defaults(run=run_secret)
     config = commands.add_parser("config", help="work on configuration files").add_subparsers(required=True)
     check = config.add_parser("check", help="read a file, refuse what is not acceptable")
     check.add_argument("file", metavar="FILE")
@@ -193,6 +198,19 @@ def run_scale(args: argparse.Namespace) -> int:
         Console().print(show_pools(progress))
     if args.json:
         _print_json(progress)
+    return 0
+
+
+def run_secret(args: argparse.Namespace) -> int:
+    from kvferry.cluster.config import load
+    from kvferry.cluster.secret import VARIABLE, load_secret, make_secret, registry_token, secret_path
+
+    place = load(args.config).cluster.secret_file
+    make_secret(place)
+    if args.token:
+        print(registry_token(load_secret(place)))
+    else:
+        print(secret_path(place) if place or VARIABLE not in os.environ else f"${VARIABLE}")
     return 0
 
 

@@ -14,9 +14,12 @@ from kvferry.actors.ports import LostReason
 from kvferry.actors.settings import LinkSettings
 from kvferry.cluster.clock import SystemClock, SystemRandom
 from kvferry.cluster.network import open_network
+from kvferry.cluster.secret import Secret
 from kvferry.cluster.zmq_carrier import ZmqCarrier
+from kvferry.cluster.zmq_curve import curve_keys
 from kvferry.protocol.address import Address
 from kvferry.protocol.errors import IllegalEvent
+from kvferry.protocol.frames import Hello, encode_frame
 from kvferry.protocol.messages import MAX_MESSAGE_BYTES, BadFrame, Message, RegistrationRefused, Stop
 from kvferry.sim.loop import run
 from kvferry.sim.network import SimFaults, SimNetwork
@@ -90,7 +93,8 @@ class ZmqWorld:
     """All in one process, so no exits are watched. On a real clock the silence limit has to outlast a busy machine."""
 
     async def open(self, name: str, *, endpoint: str = "") -> LinkLayer:
-        carrier = ZmqCarrier("127.0.0.1", port=int(endpoint.rsplit(":", 1)[1]) if endpoint else 0)
+        port = int(endpoint.rsplit(":", 1)[1]) if endpoint else 0
+        carrier = ZmqCarrier("127.0.0.1", port, keys=curve_keys(Secret(bytes(32))))
         random = SystemRandom()
         return LinkLayer(carrier, name, random.bits(64), PATIENT, SystemClock(), random, None, "", os.getpid())
 
@@ -528,10 +532,32 @@ def test_a_handler_that_raises_does_not_stop_the_links() -> None:
 
 def test_open_network_tells_its_address_before_it_starts() -> None:
     async def main() -> None:
-        network = await open_network("n", "127.0.0.1", SETTINGS, SystemClock(), SystemRandom())
+        network = await open_network("n", "127.0.0.1", SETTINGS, SystemClock(), SystemRandom(), Secret(bytes(32)))
         assert network.address.name == "n"
         assert network.address.endpoint.startswith("tcp://127.0.0.1:")
         assert network.address.pid == os.getpid()
         await network.close()
 
     asyncio.run(main())
+
+
+def test_a_session_of_two_peers_is_one_peers() -> None:
+    """Its number is drawn at random: who says Hello with one that another peer holds gets nothing, and ends nothing."""
+
+    async def main() -> None:
+        world = SimNetwork(seed=1)
+        layer = world.open("a", SETTINGS)
+        await layer.start(Recorder())
+        first, second = (Address(f"peer-{n}", f"sim://peer-{n}", n, "elsewhere", n) for n in (5, 6))
+        for sender in (first, second):
+            layer.on_bytes(b"path of %d" % sender.pid, encode_frame(Hello(77, sender, layer.address.incarnation, 1)))
+        assert layer.is_up(5) and not layer.is_up(6) and layer.counts["impossible_hello"] == 1
+        await asyncio.sleep(3 * SETTINGS.silence_s)
+        assert not layer.is_up(5)
+        layer.on_bytes(b"path of 6", encode_frame(Hello(78, second, layer.address.incarnation, 2)))
+        assert layer.is_up(6)
+        await asyncio.sleep(3 * SETTINGS.silence_s)
+        assert not layer.is_up(6), "the timers still run"
+        await layer.close()
+
+    run(main())

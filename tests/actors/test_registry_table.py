@@ -7,7 +7,7 @@ from itertools import product
 import msgspec
 import pytest
 
-from kvferry.actors.bootstrap.registry import RankTable, group_size, place_of
+from kvferry.actors.bootstrap.ranks import RankTable, group_size, place_of
 from kvferry.protocol.address import Address
 from kvferry.protocol.rank import Layout, RankInfo
 

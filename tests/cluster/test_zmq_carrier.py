@@ -45,6 +45,35 @@ async def test_frames_of_other_shapes_are_dropped() -> None:
     await listener.close()
 
 
+@pytest.mark.parametrize(
+    "endpoint", ["", "nonsense", "tcp://", "tcp://127.0.0.1", "tcp://127.0.0.1:x", "tcp://127.0.0.1:99999",
+                 "inproc://zeromq.zap.01", "ipc:///tmp/x", "ray://n/a/1", "tcp://a b:1", "tcp://\0:1"],
+)  # fmt: skip
+async def test_what_is_no_endpoint_is_a_path_that_is_refused(endpoint: str) -> None:
+    """It may be a peer's word, so nothing is raised; the carrier goes on."""
+    down: list[tuple[bytes, bool]] = []
+
+    class Told(Wires):
+        def on_path_down(self, path: bytes, refused: bool) -> None:
+            down.append((path, refused))
+
+    carrier, other, heard = ZmqCarrier("127.0.0.1"), ZmqCarrier("127.0.0.1"), Wires()
+    carrier.start(Told())
+    other.start(heard)
+    path = carrier.connect(endpoint)
+    carrier.send(path, b"x")
+    async with asyncio.timeout(30.0):
+        while not down:
+            await asyncio.sleep(0.002)
+    assert down == [(path, True)]
+    carrier.send(carrier.connect(other.endpoint), b"y")
+    async with asyncio.timeout(30.0):
+        while not heard.bytes:
+            await asyncio.sleep(0.002)
+    await carrier.close()
+    await other.close()
+
+
 async def test_a_host_that_is_not_ours_is_an_error() -> None:
     with pytest.raises(zmq.ZMQError):
         ZmqCarrier("203.0.113.7")

@@ -36,8 +36,10 @@ UP_S, JOIN_S, READY_S, ASK_S, DOWN_S = 400.0, 300.0, 300.0, 180.0, 180.0
 
 #: Asks the head's dashboard which nodes are alive, and what each offers.
 NODES = (
-    "import json, urllib.request as r; "
-    "d = json.load(r.urlopen('http://127.0.0.1:8265/nodes?view=summary', timeout=5))['data']; "
+    "import json, pathlib, urllib.request as r; "
+    "token = (pathlib.Path.home() / '.ray' / 'auth_token').read_text().strip(); "
+    "ask = r.Request('http://127.0.0.1:8265/nodes?view=summary', headers={'Authorization': 'Bearer ' + token}); "
+    "d = json.load(r.urlopen(ask, timeout=5))['data']; "
     "print(json.dumps([n['ip'] for n in d['summary'] if n['raylet'].get('state') == 'ALIVE']))"
 )
 
@@ -82,11 +84,14 @@ class Run:
     def all(self) -> None:
         self.hosts_are_apart()
         self.prepare()
+        self.do("kvferry secret", 60)
+        self.do("ray get-auth-token --generate >/dev/null", 60)
         expected = {question: self.reference(question) for question in (SHORT, LONG)}
         self.do("ray up -y --no-config-cache cluster.yaml", UP_S)
         self.wait("both hosts are in the cluster", JOIN_S, self.nodes)
         self.do("ray exec cluster.yaml 'serve deploy ~/kvferry/serve.yaml'", 120)
         self.wait("every instance is ready", READY_S, self.ready)
+        self.strangers_are_refused()
         self.do(f"ray exec cluster.yaml 'kvferry ask \"{SHORT}\"'", ASK_S)
         for question, text in expected.items():
             self.ask(question, text)
@@ -109,7 +114,8 @@ class Run:
         cluster = yaml.safe_load((ROOT / "cluster.yaml").read_text())
         checkout = self.operator.home / "checkout"
         for source in cluster["file_mounts"].values():
-            copy(ROOT / source, checkout / source)
+            if not source.startswith("~"):  # of the operator's own; they are made there
+                copy(ROOT / source, checkout / source)
         head, worker = self.hosts.head, self.hosts.worker
         cluster["provider"] |= {"head_ip": head.address, "worker_ips": [worker.address]}
         cluster["auth"] = {"ssh_user": "root", "ssh_private_key": "~/key.pem"}
@@ -154,6 +160,19 @@ class Run:
             raise Failed(f"prefill and decode did not run on the two hosts: {hosts}")
         if not room["outcome"]["ok"] or room["kv_bytes"] <= 0:
             raise Failed(f"the room did not move the KV: {room}")
+
+    def strangers_are_refused(self) -> None:
+        """Who has the network, but neither the token nor the secret, gets nothing from Ray or from a link."""
+        head = self.hosts.head
+        code = f"import ray; ray.init(address='{head.address}:6379', logging_level='ERROR'); print(ray.nodes())"
+        environment = "env -u RAY_AUTH_MODE HOME=/tmp RAY_AUTH_MODE=disabled"
+        done = self.operator.run(f"{environment} timeout 60 python -c {quoted(code)}", 90)
+        if done.returncode == 0 or "uthenticat" not in done.stdout:
+            raise Failed(f"Ray let in who has no token:\n{done.stdout[-2000:]}")
+        modes = head.run("stat -c %a ~/.config/kvferry/cluster_secret ~/.ray/auth_token", 30).stdout.split()
+        if modes != ["600", "600"]:
+            raise Failed(f"the secrets have modes {modes} on {head.name}")
+        print("  who has no token is refused by Ray; the secrets are their owner's alone")
 
     def at_rest(self) -> None:
         def idle() -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -50,6 +52,29 @@ def test_case_55_a_clients_own_names_for_requests_mean_nothing(server: Any) -> N
             next(leaving.iter_lines())
             first = completion(server, QUESTION, 40, **names[0])
     assert [first, *(completion(server, QUESTION, 40, **name) for name in names[1:])] == [right] * 3
+    server.wait_baseline()
+
+
+def test_case_65_the_insides_of_other_systems_in_a_body_reach_nothing(server: Any) -> None:
+    """Case 65: sizes of a billion, a foreign host, a room: 400 each time, no process grows, nobody calls that host."""
+    far = "203.0.113.7"  # a documentation address: who called it would wait there
+    params = {"tp_size": 10**9, "remote_host": far, "remote_port": 5600, "do_remote_prefill": True, "room": 5}
+    body = BODY | {"prompt": QUESTION, "max_tokens": 4}
+    pids = set(server.pids().values())
+
+    def sizes_kib() -> dict[int, int]:
+        return {pid: int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4 for pid in pids}
+
+    before = sizes_kib()
+    for _ in range(50):
+        for field in ({"kv_transfer_params": params}, {"bootstrap_host": far, "bootstrap_room": 5}):
+            answer = server.http.post("/v1/completions", json=body | field)
+            assert answer.status_code == 400 and answer.json()["error"]["param"] in field, answer.text
+    calls = socket.inet_aton(far)[::-1].hex().upper()
+    assert calls not in Path("/proc/net/tcp").read_text()
+    grown_kib = {pid: size - before[pid] for pid, size in sizes_kib().items()}
+    assert max(grown_kib.values()) < 16 * 1024, grown_kib
+    assert completion(server, QUESTION, 4) == completion(server, QUESTION, 4)
     server.wait_baseline()
 
 

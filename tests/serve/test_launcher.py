@@ -16,16 +16,22 @@ import pytest
 
 from kvferry.cli import main
 from kvferry.cluster.config import Config
+from kvferry.cluster.secret import VARIABLE
 from kvferry.protocol.errors import ConfigError
 from kvferry.serve import launcher
 
 
 @pytest.fixture(autouse=True)
-def _no_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _no_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     def start(*_: object, **__: object) -> Any:
         raise AssertionError("a cluster was about to be started")
 
     monkeypatch.setattr(launcher, "local_cluster", start)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "home").mkdir()
     numbers = (signal.SIGINT, signal.SIGTERM)
     handlers = [signal.getsignal(number) for number in numbers]
     yield
@@ -73,6 +79,44 @@ def test_what_is_there_passes() -> None:
         main(["serve", "--port", "0"])
     with pytest.raises(ConfigError, match=r"config\.json"):
         launcher.check_model("/")
+
+
+def test_the_secrets_are_there_before_the_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(AssertionError, match="about to be started"):
+        main(["serve", "--port", "0"])
+    made = [tmp_path / "config" / "kvferry" / "cluster_secret", tmp_path / "home" / ".ray" / "auth_token"]
+    assert [path.stat().st_mode & 0o777 for path in made] == [0o600, 0o600]
+    said = capsys.readouterr().err
+    assert "cluster_secret" in said.replace("\n", "") and not any(path.read_text().strip() in said for path in made)
+
+
+def test_a_secret_that_others_can_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["secret"]) == 0
+    path = Path(capsys.readouterr().out.strip())
+    assert path == tmp_path / "config" / "kvferry" / "cluster_secret"
+    path.chmod(0o644)
+    assert main(["serve", "--port", "0"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(path) in line and "0644" in line
+
+
+def test_an_open_address_without_rays_token(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    assert main(["serve", "--host", "0.0.0.0", "--port", "0"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "http_options.host" in line and "RAY_AUTH_MODE=token" in line and "cluster.insecure" in line
+    with pytest.raises(AssertionError, match="about to be started"):
+        main(["serve", "--port", "0"])
+
+
+def test_the_registrys_token_is_told_and_the_secret_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["secret", "--token"]) == 0
+    token = capsys.readouterr().out.strip()
+    secret = (tmp_path / "config" / "kvferry" / "cluster_secret").read_text().strip()
+    assert len(bytes.fromhex(token)) == 32 and token != secret
+    assert main(["secret", "--token"]) == 0 and capsys.readouterr().out.strip() == token
 
 
 def test_ctrl_c_during_the_start_is_answered_at_once(

@@ -5,7 +5,7 @@
       - name: kvferry
         import_path: kvferry.serve.deployment:build
         route_prefix: /
-        args: {model, prefill, decode, unified, router, transfer, clocks, links, api, cluster}
+        args: {model, prefill, decode, unified, router, transfer, clocks, links, api, cluster, registry}
 
 `serve deploy` takes the same file. Everything under `args` is ours and is checked to the last key; at Serve's own
 levels only the names of keys are checked. The first value that is not acceptable raises ConfigError with its path,
@@ -89,7 +89,9 @@ class ClusterSettings(Settings, frozen=True):
     `kvferry serve` gives its local cluster (0: two per core, and what the configuration needs). `bind_host`: where
     links listen, and where KV goes over tcp: an address, or "node" for the one by which Ray knows each node.
     `ingress`: what `kvferry serve` puts in front of the front, Serve's own proxy or HAProxy. `drain_s`: what an
-    instance that leaves may take to finish, before it hands over.
+    instance that leaves may take to finish, before it hands over. `secret_file`: where each host has the cluster's
+    secret; None = `kvferry/cluster_secret` below the user's configuration folder. `insecure`: start on an address that
+    other hosts reach also where something there is open to all of them.
     """
 
     slot_resource: str = "kvferry_slot"
@@ -97,6 +99,19 @@ class ClusterSettings(Settings, frozen=True):
     bind_host: str = "127.0.0.1"
     ingress: str = "serve"
     drain_s: float = 60.0
+    secret_file: str | None = None
+    insecure: bool = False
+
+
+class RegistrySettings(Settings, frozen=True):
+    """The registry's HTTP routes, on `http_host`; `http_port` 0: none. A room's dp rank is remembered for `room_s`
+    seconds, of at most `rooms` rooms.
+    """
+
+    http_host: str = "127.0.0.1"
+    http_port: int = 0
+    rooms: int = 65_536
+    room_s: float = 120.0
 
 
 class Config(Settings, frozen=True):
@@ -113,6 +128,7 @@ class Config(Settings, frozen=True):
     links: LinkSettings = LinkSettings()
     api: ApiSettings = ApiSettings()
     cluster: ClusterSettings = ClusterSettings()
+    registry: RegistrySettings = RegistrySettings()
 
     def served_name(self) -> str:
         return self.api.served_model_name or self.model.model

@@ -95,6 +95,9 @@ RANGES: dict[str, Range] = {
     "api.ready_limit_s": Range(0, 3600, "seconds", open_low=True),
     "cluster.slots": Range(0, 65_536, "(0: two per core)"),
     "cluster.drain_s": Range(0, 86_400, "seconds"),
+    "registry.http_port": Range(0, 65_535, "(0: no HTTP)"),
+    "registry.rooms": Range(1, 2**24),
+    "registry.room_s": _SECONDS,
 }
 
 #: What fits behind `Bearer ` in a header.
@@ -126,6 +129,7 @@ PATTERNS: dict[str, tuple[re.Pattern[str], str]] = {
     "cluster.slot_resource": (re.compile(r"[A-Za-z]\w*"), "the name of a Ray resource (letters, digits, _)"),
     # A peer could not dial a wildcard.
     "cluster.bind_host": (re.compile(r"(?!(0\.0\.0\.0|::|\*)$)\S+"), "node, or one address or name of this host"),
+    "registry.http_host": (re.compile(r"\S+"), "a host name or an IP address"),
     "transfer.transports": (re.compile(r"\^?[a-z0-9_]+(,[a-z0-9_]+)*"), "host, tcp, or a list for UCX_TLS"),
 }
 

@@ -17,6 +17,7 @@ from kvferry.actors.pools import Pools
 from kvferry.cluster.clock import SystemClock, SystemRandom
 from kvferry.cluster.config import Config
 from kvferry.cluster.hosting import RayHosting
+from kvferry.cluster.secret import make_secret, needs_secret
 from kvferry.protocol.errors import InvalidRequest
 
 log = logging.getLogger("kvferry.controller")
@@ -30,6 +31,8 @@ class Controller:
 
     def __init__(self, config: bytes) -> None:
         settings = Config.from_bytes(config)
+        if needs_secret(settings):  # where nobody has made one; every other host must be given it
+            make_secret(settings.cluster.secret_file)
         self._pools = Pools(RayHosting(config), SystemClock(), settings.wanted(), settings.cluster.drain_s)
         self._id = f"{SystemRandom().bits(64):016x}"
         self._applied: Any = None

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,7 +70,7 @@ class _Endpoint:
         """Raises LookupError: nobody can be there."""
         namespace, _, rest = text.removeprefix(SCHEME).partition("/")
         actor, _, number = rest.rpartition("/")
-        if not text.startswith(SCHEME) or not actor:
+        if not text.startswith(SCHEME) or not actor or not re.fullmatch("[0-9a-f]{16}", number):
             raise LookupError(f"{text!r} is no endpoint of this carrier")
         return cls(namespace, actor, int(number, 16))
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import msgspec
 import ray
 
 from kvferry.actors.actor import Actor
 from kvferry.actors.bootstrap.registry import Registry
+from kvferry.actors.bootstrap.room_ranks import RoomRanks
 from kvferry.actors.decode.decode import Decode
 from kvferry.actors.inbox import Inbox
 from kvferry.actors.parts import Parts
@@ -20,7 +22,8 @@ from kvferry.actors.unified.leader import UnifiedLeader
 from kvferry.cluster.clock import SystemClock, SystemRandom
 from kvferry.cluster.config import Config
 from kvferry.cluster.names import NAMESPACE, REGISTRY
-from kvferry.cluster.network import check_reachable, open_network, own_host
+from kvferry.cluster.network import check_reachable, open_network, own_host, secret_of
+from kvferry.cluster.secret import load_secret, registry_token
 from kvferry.engine.contract import Engine
 from kvferry.engine.loader import Loaded, load
 from kvferry.engine.text import TokenizerTexts
@@ -49,15 +52,31 @@ async def build_role(role: str, name: str, config: Config) -> Actor:
     if role != "registry":
         await _check_reachable(config)
     clock, random = SystemClock(), SystemRandom()
-    network = await open_network(name, config.cluster.bind_host, config.links, clock, random)
+    secret = secret_of(config.links, config.cluster.secret_file)
+    network = await open_network(name, config.cluster.bind_host, config.links, clock, random, secret)
     mailbox = config.links.mailbox
     if role == "registry":
         # What is wanted is the controller's to tell.
-        return Registry(network, clock, mailbox, one_host=config.transfer.transports == "host")
+        return _registry(config, network)
     if role == "router":
         backend = f"{config.transfer.backend}/{config.transfer.transports}"
         return Router(network, clock, mailbox, random, resolve, config.router, config.clocks, backend)
     return await _leader(role, name, config, network, resolve)
+
+
+def _registry(config: Config, network: Network) -> Registry:
+    settings, follow = config.registry, config.router.dp_choice == "follow_bootstrap_room"
+    parts: dict[str, Any] = {
+        "one_host": config.transfer.transports == "host",
+        "rooms": RoomRanks(settings.rooms, settings.room_s, follow),
+    }
+    clock, mailbox = SystemClock(), config.links.mailbox
+    if not settings.http_port:
+        return Registry(network, clock, mailbox, **parts)
+    from kvferry.cluster.registry_http import HttpRegistry
+
+    token = registry_token(load_secret(config.cluster.secret_file))
+    return HttpRegistry(network, clock, mailbox, settings.http_host, settings.http_port, token, **parts)
 
 
 async def _check_reachable(config: Config) -> None:

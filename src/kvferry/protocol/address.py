@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
+
+#: What a name or an endpoint may have; the longest real ones are Ray's, with less than half of it.
+Text = Annotated[str, Meta(max_length=512)]
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -11,8 +17,8 @@ class Address(msgspec.Struct, frozen=True):
     `host` names the kernel and pid namespace (not the machine's name): equal hosts mean that a pidfd works.
     """
 
-    name: str
-    endpoint: str
-    incarnation: int
-    host: str
-    pid: int
+    name: Text
+    endpoint: Text
+    incarnation: Annotated[int, Meta(ge=0)]
+    host: Text
+    pid: Annotated[int, Meta(ge=0, le=2**31 - 1)]

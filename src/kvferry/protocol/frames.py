@@ -56,7 +56,7 @@ class Data(Frame, frozen=True, tag="data"):
 
     seq: Natural
     ack: Natural
-    payloads: tuple[bytes, ...]
+    payloads: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=BATCH_MESSAGES)]
 
 
 class Ack(Frame, frozen=True, tag="ack"):

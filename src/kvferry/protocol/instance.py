@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from kvferry.protocol.address import Address
 from kvferry.protocol.errors import Cause
-from kvferry.protocol.message import Message
+from kvferry.protocol.message import Index, Message
 from kvferry.protocol.rank import RankInfo
 
 
@@ -50,8 +50,8 @@ class WriteTo(Message, frozen=True):
 
     room: int
     owner: Address
-    pages: tuple[int, ...]
-    targets: tuple[int, ...]
+    pages: tuple[Index, ...]
+    targets: tuple[Index, ...]
     agents: tuple[bytes, ...]
 
 
@@ -62,8 +62,8 @@ class WriteChunk(Message, frozen=True):
 
     room: int
     chunk: int
-    first: int
-    pages: tuple[int, ...]
+    first: Index
+    pages: tuple[Index, ...]
     last: bool = False
 
 

@@ -31,6 +31,7 @@ from kvferry.protocol.instance import (
     WriteTo,
     Wrote,
 )
+from kvferry.protocol.message import Index
 from kvferry.protocol.message import Message as Message
 from kvferry.protocol.rank import Member, RankInfo
 from kvferry.protocol.request import RequestSpec
@@ -162,8 +163,8 @@ class UnknownRoom(Message, frozen=True):
 class Way(msgspec.Struct, frozen=True, array_like=True):
     """How source rank `source` writes to target rank `target`: the wire form of the descriptor that is for it."""
 
-    source: int
-    target: int
+    source: Index
+    target: Index
     agent: bytes
 
 
@@ -177,12 +178,12 @@ class Destination(Message, frozen=True):
     """
 
     room: int
-    pages: tuple[int, ...]
-    prefix_tokens: int
-    metadata_slot: int
+    pages: tuple[Index, ...]
+    prefix_tokens: Index
+    metadata_slot: Index
     agent: bytes
     generation: int
-    required_acks: tuple[int, ...]
+    required_acks: tuple[Index, ...]
     ways: tuple[Way, ...] = ()
 
 
@@ -280,6 +281,15 @@ class RegistrationRefused(Message, frozen=True):
     retry: bool
 
 
+class RegisterDpRank(Message, frozen=True):
+    """Router -> registry: the room's prefill is this rank of the DP group `instance`. Said where rooms don't follow
+    their id."""
+
+    room: int
+    dp_rank: int
+    instance: str
+
+
 class Watch(Message, frozen=True):
     """Router -> registry: tell me the roster now and at every change. Router -> leader: the same for its `Load`."""
 
@@ -311,7 +321,7 @@ _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
     OpenPrefill | OpenDecode | Opened | Admitted | Progress | PrefillDone | Received | Committed | Failed
     | Abort | AbortAck | UnknownRoom | Destination | AbortTransfer | Drained | Reconcile | Draining | Released
     | TokenBatch | Stop | Retracted
-    | Load | Register | Registered | RegistrationRefused | Watch | OverBudget | Roster
+    | Load | Register | Registered | RegistrationRefused | RegisterDpRank | Watch | OverBudget | Roster
     | Join | Joined | RunStep | Stepped | WriteTo | WriteChunk | Wrote | CancelRoom | RankFailed | ConfirmAbort
     | AbortConfirmed | Accept | Accepted | Revoke | RevokedAt | Expect | Arrived
 )  # fmt: skip

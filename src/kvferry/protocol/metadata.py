@@ -93,5 +93,5 @@ def decode_notification(payload: bytes) -> Notification | None:
     """None when the payload is not a notification of ours."""
     try:
         return _decoder.decode(payload)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return None

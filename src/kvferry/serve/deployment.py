@@ -7,6 +7,7 @@ deployment, so that Serve starts it before the first replica, restarts it, and e
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from ray.serve.config import DeploymentActorConfig
 from starlette.applications import Starlette
 
 from kvferry.cluster.config import Config, from_args
+from kvferry.cluster.exposure import asks_for_token, check_exposure
 from kvferry.cluster.ingress import ingress_here
 from kvferry.cluster.names import CONTROLLER
 from kvferry.cluster.placement import ON_HEAD
@@ -55,10 +57,12 @@ def find_controller() -> Any:
 
 
 def build(args: dict[str, Any]) -> Any:
-    """The Serve application of these `args` (of `serve.yaml`). Raises ConfigError."""
+    """The Serve application of these `args` (of `serve.yaml`). Raises ConfigError, also for an address of links that
+    other hosts reach where Ray lets everybody in. Runs in a process of the cluster, or in one that has joined it."""
     from kvferry.cluster.controller import RemoteController
 
     config = from_args(args)
+    check_exposure(config, asks_for_token(os.environ, unset=False))
     data = config.to_bytes()
 
     def make_app() -> Starlette:
@@ -100,7 +104,7 @@ async def open_front(config: Config) -> AsyncIterator[Front]:
     # Imported where the front runs: the process that only deploys needs no tokenizer, and starts a second sooner.
     from kvferry.cluster.client import connect
     from kvferry.cluster.clock import SystemClock, SystemRandom
-    from kvferry.cluster.network import open_network
+    from kvferry.cluster.network import open_network, secret_of
     from kvferry.obs.metrics import FrontMetrics
     from kvferry.obs.wall import unix_s
     from kvferry.serve.attempts import AttemptPolicy
@@ -115,7 +119,8 @@ async def open_front(config: Config) -> AsyncIterator[Front]:
         config.served_name(), int(unix_s()), api.default_max_tokens, api.max_body_bytes, vocab_size, attempts, ready
     )
     name = f"front-{random.bits(32):08x}"  # unlike other actors it is looked up by nobody, and there may be several
-    network = await open_network(name, config.cluster.bind_host, config.links, clock, random)
+    secret = secret_of(config.links, config.cluster.secret_file)
+    network = await open_network(name, config.cluster.bind_host, config.links, clock, random, secret)
     async with connect(find_controller, config) as backend:
         front = Front(network, backend, tokenizer, clock, random, info, FrontMetrics())
         await front.start()

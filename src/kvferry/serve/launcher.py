@@ -24,7 +24,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvferry.cluster.config import Config
+from kvferry.cluster.exposure import AUTH_MODE, asks_for_token, check_exposure, make_ray_token
 from kvferry.cluster.ingress import prepared
+from kvferry.cluster.secret import make_secret, needs_secret
 from kvferry.engine.packaged import PACKAGED_MODEL, packaged_gguf
 from kvferry.protocol.errors import ConfigError
 from kvferry.serve.deployment import build
@@ -47,12 +49,15 @@ def serve(config: Config, as_json: bool = False) -> None:
     """Start, print where it is (`as_json`: as one line of JSON), wait for SIGINT or SIGTERM, stop. Leaves no process
     and no port behind.
 
-    Raises ConfigError, before anything starts, for a model that isn't there, an address that can't be bound or a file
-    of keys that can't be read: in the cluster each would only show as a start that never ends.
+    Raises ConfigError, before anything starts, for a model that isn't there, an address that can't be bound or that is
+    open to other hosts, and a file of keys or a secret that can't be read: in the cluster each would only show as a
+    start that never ends.
     """
     check_model(config.model.model)
     check_address(config)
     load_keys(config.api.keys, config.api.keys_file)
+    check_exposure(config, asks_for_token(os.environ, unset=True))
+    prepare_secrets(config)
     stop = threading.Event()
 
     def ask_to_stop(*_: object) -> None:
@@ -81,7 +86,12 @@ def check_model(model: str) -> None:
 
 def check_address(config: Config) -> None:
     """Raises ConfigError when HTTP can't listen where it should."""
-    host, port = config.http.host, config.http.port
+    _check_free("http_options", config.http.host, config.http.port)
+    if config.registry.http_port:
+        _check_free("applications[0].args.registry", config.registry.http_host, config.registry.http_port)
+
+
+def _check_free(key: str, host: str, port: int) -> None:
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
@@ -89,7 +99,15 @@ def check_address(config: Config) -> None:
             probe.bind(address)
     except OSError as error:
         allowed = f"an address and a port that are free here ({error.strerror or error})"
-        raise ConfigError("http_options", f"{host}:{port}", allowed) from None
+        raise ConfigError(key, f"{host}:{port}", allowed) from None
+
+
+def prepare_secrets(config: Config) -> None:
+    """Make what the cluster's processes must show each other, where it isn't there yet. Raises ConfigError, OSError."""
+    if needs_secret(config) and (path := make_secret(config.cluster.secret_file)) is not None:
+        console.print(f"[dim]made the cluster's secret: {escape(str(path))}[/dim]")
+    if asks_for_token(os.environ, unset=True) and (problem := make_ray_token()) is not None:
+        console.print(f"[yellow]{escape(problem)}[/yellow]")
 
 
 @contextmanager
@@ -122,6 +140,8 @@ def _ray(config: Config) -> Iterator[None]:
         configure_logging=True,
     )
     try:
+        if not asks_for_token(os.environ, unset=False):
+            console.print(f"[yellow]{AUTH_MODE} is disabled: whoever reaches Ray's ports may run any program[/yellow]")
         # Ray has put its own handlers over SIGTERM: one dumps a stack and aborts the process 3 s later.
         for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -13,6 +13,7 @@ from typing import Any
 
 from kvferry.actors.actor import Actor
 from kvferry.actors.bootstrap.registry import Registry
+from kvferry.actors.bootstrap.room_ranks import RoomRanks
 from kvferry.actors.decode.decode import Decode
 from kvferry.actors.pools import Pools, routers_of
 from kvferry.actors.prefill.prefill import Prefill
@@ -271,7 +272,9 @@ class SimSystem:
         endpoint: Endpoint | None = None
         actor: Actor
         if role == "registry":
-            actor = Registry(links, clock, mailbox, None if self._pools is not None else self._wanted())
+            wanted = None if self._pools is not None else self._wanted()
+            rooms = RoomRanks(follow=self.options.router.dp_choice == "follow_bootstrap_room")
+            actor = Registry(links, clock, mailbox, wanted, rooms=rooms)
         elif role == "router":
             settings, limits = self.options.router, self.options.clocks
             actor = Router(links, clock, mailbox, self.network.random, self.resolve, settings, limits, "fake")

@@ -13,11 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
+
+#: What a peer's word is held to: no process has higher addresses, and no model so many layers or heads.
+_ADDRESSES, _MOST = 2**62, 2**20
 
 
 class RegionKind(Enum):
@@ -35,13 +39,13 @@ class Region(msgspec.Struct, frozen=True):
     """
 
     kind: RegionKind
-    part: str
-    layer: int
-    base: int
-    item_bytes: int
-    items: int
-    first_head: int = 0
-    heads: int = 0
+    part: Annotated[str, Meta(max_length=64)]
+    layer: Annotated[int, Meta(ge=-1, le=_MOST)]
+    base: Annotated[int, Meta(ge=0, le=_ADDRESSES)]
+    item_bytes: Annotated[int, Meta(ge=1, le=_ADDRESSES)]
+    items: Annotated[int, Meta(ge=0, le=_ADDRESSES)]
+    first_head: Annotated[int, Meta(ge=0, le=_MOST)] = 0
+    heads: Annotated[int, Meta(ge=0, le=_MOST)] = 0
 
 
 class Descriptor(msgspec.Struct, frozen=True):
@@ -49,8 +53,8 @@ class Descriptor(msgspec.Struct, frozen=True):
     no other has or had.
     """
 
-    backend: str
-    agent: str
+    backend: Annotated[str, Meta(max_length=64)]
+    agent: Annotated[str, Meta(max_length=256)]
     incarnation: int
     generation: int
     metadata: bytes
@@ -168,8 +172,13 @@ def encode_descriptor(descriptor: Descriptor) -> bytes:
 
 
 def decode_descriptor(data: bytes) -> Descriptor:
-    """Raises TransferError when `data` is not a descriptor."""
+    """Raises TransferError when `data` is not a descriptor, or promises memory that no process has."""
     try:
-        return _decoder.decode(data)
-    except msgspec.DecodeError as error:
+        descriptor = _decoder.decode(data)
+    except (msgspec.DecodeError, RecursionError) as error:
         raise TransferError(f"not a descriptor: {error}") from None
+    for index, region in enumerate(descriptor.regions):
+        if region.base + region.items * region.item_bytes > _ADDRESSES:
+            size = f"{region.items} items of {region.item_bytes} bytes"
+            raise TransferError(f"region {index} of {descriptor.agent}: {size} from address {region.base} on")
+    return descriptor

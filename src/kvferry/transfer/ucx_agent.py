@@ -134,17 +134,18 @@ def add_peer(agent: Any, transports: str, descriptor: Descriptor) -> None:
     name = descriptor.agent
     try:
         metadata = _decoder.decode(descriptor.metadata)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise TransferError(f"{name}: metadata does not decode: {error}") from None
     if metadata.transports != transports:
         raise TransferError(f"{name}: transports are {metadata.transports!r} there, {transports!r} here")
     if transports == "host":
         _check_reach(name, metadata.pid, descriptor.regions)
+    refused: tuple[type[Exception], ...] = (*nixl_errors(), UnicodeDecodeError)  # the last: the name in it is no text
     try:
         added = agent.add_remote_agent(metadata.agent)
-    except nixl_errors() as error:
+        found = added.decode() if isinstance(added, bytes) else str(added)
+    except refused as error:
         raise TransferError(f"{name}: the agent's metadata is refused: {describe(error)}") from error
-    found = added.decode() if isinstance(added, bytes) else str(added)
     if found != name:
         agent.remove_remote_agent(found)
         raise TransferError(f"the descriptor names agent {name!r}, its metadata {found!r}")
