@@ -75,9 +75,7 @@ class Leader(Rank, Generic[R]):
         self.reports = LoadReports(self.network, self.load)
         self.leaving = Leaving(self.info.instance, self.role)
         self._progress_at_s = 0.0
-        self._on_message |= {
-            Stop: self._stop, Watch: self._watch, Join: self._join, Stepped: self._mate_stepped,
-        }  # fmt: skip
+        self._on_message |= {Stop: self._stop, Watch: self._watch, Join: self._join, Stepped: self._mate_stepped}
 
     # --- a turn ---
 
@@ -236,9 +234,8 @@ class Leader(Rank, Generic[R]):
 
     def _rank_lost(self, rank: int, peer: Address, text: str) -> None:
         """The instance dies as one: its rooms fail with one cause, and the process ends when our writes have."""
-        if not self.ending.begin(f"rank {rank} of {self.info.instance} is lost: {text}", self.clock.now_s()):
-            return
-        for room in self.leg_rooms():
+        begins = self.ending.begin(f"rank {rank} of {self.info.instance} is lost: {text}", self.clock.now_s())
+        for room in self.leg_rooms() if begins else ():
             cause = self.cause(room, "peer_lost", self.ending.why, room.machine.state.name, peer.name)
             self.end_room(room, msgspec.structs.replace(cause, rank=rank))
 
