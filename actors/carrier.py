@@ -49,7 +49,10 @@ class PidWatch(Protocol):
 
     `watch(address, on_exit)` holds the process that now has the pid `address.pid` (a pidfd) and calls `on_exit`
     on the loop once that process has ended. It returns False, and calls nothing, when no process has this pid.
+    `kill(address)` ends the process that `watch` holds for this address, and no other. Raises OSError when the kernel
+    refuses.
     """
 
     def watch(self, address: Address, on_exit: Callable[[], None]) -> bool: ...
+    def kill(self, address: Address) -> None: ...
     def close(self) -> None: ...

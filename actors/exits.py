@@ -46,6 +46,18 @@ class Exits:
         """The kernel will tell us when this process ends."""
         return incarnation in self._watched
 
+    def kill(self, incarnation: int) -> bool:
+        """End a process that is known to be the one that we hold. True when it was told so, or has ended already."""
+        watched = self._watched.get(incarnation)
+        if self._watch is None or watched is None or not watched.verified:
+            return self.has_ended(incarnation)
+        try:
+            self._watch.kill(watched.address)
+        except OSError:
+            self.unwatchable += 1
+            return False
+        return True
+
     @property
     def unsettled(self) -> bool:
         """`look_again` may have something to find."""

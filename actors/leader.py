@@ -6,25 +6,25 @@ commit has been linked to that decode, and hears of its end.
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from kvferry.actors.actor import Actor
 from kvferry.actors.forward import Forward
 from kvferry.actors.leaving import DrainRequested, Leaving
 from kvferry.actors.leg_room import LegRoom
 from kvferry.actors.load import LoadReports
-from kvferry.actors.membership import Membership, RegistryFound
 from kvferry.actors.outbox import TokenOutbox
 from kvferry.actors.parts import Parts
 from kvferry.actors.ports import LostReason
+from kvferry.actors.ranks.rank import Rank
+from kvferry.actors.ranks.team import Team
 from kvferry.engine.contract import StepPlan, StepResult
 from kvferry.memory.ledger import PageLedger
 from kvferry.protocol.address import Address
 from kvferry.protocol.clocks import Clocks, Wait, admission_wait
 from kvferry.protocol.errors import Cause, Conflict, Draining
+from kvferry.protocol.instance import Join, Stepped
 from kvferry.protocol.kvpoll import STICKY, KVPoll
 from kvferry.protocol.messages import (
     Failed,
@@ -35,8 +35,6 @@ from kvferry.protocol.messages import (
     OpenPrefill,
     Progress,
     Register,
-    Registered,
-    RegistrationRefused,
     Stop,
     UnknownRoom,
     Watch,
@@ -48,13 +46,12 @@ R = TypeVar("R", bound=LegRoom)
 
 
 class StepDone(msgspec.Struct, frozen=True):
-    """Item for the mailbox: a forward has finished."""
+    """Item for the mailbox: this rank's part of a forward has finished."""
 
-    plan: StepPlan
     result: StepResult
 
 
-class Leader(Actor, Generic[R]):
+class Leader(Rank, Generic[R]):
     """Base of the two leaders; `role` is also the name of its leg. The forward runs on the engine's thread."""
 
     role = ""
@@ -67,39 +64,25 @@ class Leader(Actor, Generic[R]):
     FAIL: Any = None
 
     def __init__(self, parts: Parts) -> None:
-        super().__init__(parts.network, parts.clock, parts.mailbox)
-        self.limits = parts.limits.limits()
-        self.engine, self.texts, self.endpoint, self.info = parts.engine, parts.texts, parts.endpoint, parts.info
-        self.max_rooms = parts.max_rooms
+        super().__init__(parts, Register(parts.info) if parts.info.ranks == 1 else None)
+        self.limits, self.texts, self.max_rooms = parts.limits.limits(), parts.texts, parts.max_rooms
+        self.team = Team(self.network, self.info, parts.combine)
         self.page_size = self.engine.limits.page_size
         self.ledger = PageLedger(self.engine.limits.pages, self.engine.metadata_rows)
         self.forward = Forward(self.engine, self.limits.no_progress_s)
         self.rooms: dict[int, R] = {}
         self.outbox = TokenOutbox(self.network, self.role)
-        self.membership = Membership(self.network, parts.resolve, Register(self.info), self.spawn, self._mailbox.put)
         self.reports = LoadReports(self.network, self.load)
-        self.refusal: str | None = None
         self.leaving = Leaving(self.info.instance, self.role)
         self._progress_at_s = 0.0
-        self._on_message = {
-            Stop: self._stop, Registered: self._registered, RegistrationRefused: self._registration_refused,
-            Watch: self._watch,
-        }  # fmt: skip
-
-    async def close(self) -> None:
-        await self.endpoint.close()
-        await self.engine.close()
-        await super().close()
+        self._on_message |= {Stop: self._stop, Watch: self._watch, Join: self._join, Stepped: self._mate_stepped}
 
     # --- a turn ---
 
     def receive(self, item: Any) -> None:
         match item:
-            case RegistryFound(address):
-                self.membership.found(address)
-            case StepDone(plan, result):
-                self.forward.finished(plan.step)
-                self.step_finished(plan, result)
+            case StepDone(result):
+                self._all_stepped(self.team.stepped(result))
             case DrainRequested(limit_s):
                 self._leave_within(limit_s)
             case _:
@@ -107,17 +90,31 @@ class Leader(Actor, Generic[R]):
 
     def advance(self) -> None:
         """Admit or reserve what fits, start the next forward, publish the tokens."""
-        self.admit()
-        if not self.forward.running:
-            plan = self.plan_step(self.forward.next)
-            if plan is not None:
-                self.forward.started(self.clock.now_s())
-                self.spawn(self._run(plan))
+        if not self.ending:
+            self.admit()
+            self._start_forward()
         self.outbox.flush()
         self.reports.turn(self.clock.now_s())
 
+    def _start_forward(self) -> None:
+        plan = None if self.forward.running else self.plan_step(self.forward.next)
+        if plan is not None:
+            self.forward.started(self.clock.now_s())
+            self.team.begin(plan)
+            self.spawn(self._run(plan))
+
     async def _run(self, plan: StepPlan) -> None:
-        self._mailbox.put(StepDone(plan, await self.forward.run(plan)))
+        self._mailbox.put(StepDone(await self.forward.run(plan)))
+
+    def _mate_stepped(self, peer: Address, message: Stepped) -> None:
+        if (rank := self.team.rank_of(peer)) is not None:
+            self._all_stepped(self.team.mate_stepped(rank, message))
+
+    def _all_stepped(self, ended: tuple[StepPlan, StepResult] | None) -> None:
+        """A forward has finished, once it has on every rank: a follower that lags still writes."""
+        if ended is not None:
+            self.forward.finished(ended[0].step)
+            self.step_finished(*ended)
 
     def admit(self) -> None:
         """Give waiting rooms what they need, in order of arrival; the first that does not fit holds back the rest."""
@@ -144,8 +141,8 @@ class Leader(Actor, Generic[R]):
 
     def place_refused(self, room: int) -> Cause | None:
         """Why no room can be opened here now, or None."""
-        if self.leaving:
-            return self.leaving.refusal(room)
+        if self.leaving or self.ending:
+            return self.leaving.refusal(room) or Cause(Draining.code, self.ending.why, self.role, room=room)
         if room in self.rooms:
             return Cause(Conflict.code, "a room of this id is open here already", self.role, room=room)
         if len(self.rooms) >= self.max_rooms:
@@ -206,14 +203,16 @@ class Leader(Actor, Generic[R]):
     # --- links ---
 
     def link_up(self, peer: Address) -> None:
-        self.membership.link_up(peer)
+        super().link_up(peer)
         for room in self.leg_rooms():
             self._open_if_linked(room)
 
     def link_lost(self, peer: Address, reason: LostReason) -> None:
-        self.membership.link_lost(peer)
+        super().link_lost(peer, reason)
         self.reports.link_lost(peer)
         text = f"the link to {peer.name} ended: {reason.value}"
+        if (rank := self.team.lost(peer)) is not None:
+            self._rank_lost(rank, peer, text)
         for room in self.leg_rooms():
             for party, event in (
                 (room.router, self.ROOM_LOST),
@@ -222,6 +221,27 @@ class Leader(Actor, Generic[R]):
             ):
                 if party.incarnation == peer.incarnation:
                     self.fail(room, event, text, peer.name)
+
+    # --- the other ranks ---
+
+    def _join(self, peer: Address, message: Join) -> None:
+        """Others are told of the instance once all its ranks are there."""
+        if self.ending or not self.team.join(peer, message):
+            self.counts["joins not accepted"] += 1
+        elif self.team.complete and not self.info.members:
+            self.info = msgspec.structs.replace(self.info, members=self.team.members())
+            self.membership.change(Register(self.info))
+
+    def _rank_lost(self, rank: int, peer: Address, text: str) -> None:
+        """The instance dies as one: its rooms fail with one cause, and the process ends when our writes have."""
+        begins = self.ending.begin(f"rank {rank} of {self.info.instance} is lost: {text}", self.clock.now_s())
+        for room in self.leg_rooms() if begins else ():
+            cause = self.cause(room, "peer_lost", self.ending.why, room.machine.state.name, peer.name)
+            self.end_room(room, msgspec.structs.replace(cause, rank=rank))
+
+    def end_room(self, room: R, cause: Cause) -> None:
+        """End a room because the instance ends."""
+        self.act(room, room.machine.handle(self.FAIL, cause))
 
     # --- saying things ---
 
@@ -249,7 +269,7 @@ class Leader(Actor, Generic[R]):
     # --- clocks ---
 
     def tick(self, now_s: float) -> None:
-        self.membership.tick(now_s)
+        super().tick(now_s)
         self.forward.check(now_s)
         self._check_clocks(now_s)
         if self.leaving.time_is_over(not self.rooms and self.membership.accepted, now_s):
@@ -294,19 +314,6 @@ class Leader(Actor, Generic[R]):
     def hand_over_room(self, room: R) -> None:
         self.fail(room, self.FAIL, f"{self.info.instance} is leaving", "", Draining.code)
 
-    # --- registration ---
-
-    def _registered(self, peer: Address, _message: Registered) -> None:
-        if self.membership.speaks(peer, self.counts):
-            self.membership.accepted, self.refusal = True, None
-
-    def _registration_refused(self, peer: Address, message: RegistrationRefused) -> None:
-        """A place that may become free is asked for again (by `Membership.tick`); a mismatch can't mend itself."""
-        if self.membership.speaks(peer, self.counts):
-            self.refusal = message.reason
-            if not message.retry:
-                raise RegistrationError(message.reason)
-
     # --- load and status ---
 
     def load(self) -> Load:
@@ -326,28 +333,17 @@ class Leader(Actor, Generic[R]):
     async def status(self) -> dict[str, Any]:
         """One instance of the `kvferry status` object; the pages are recounted from the block tables."""
         counts = self.ledger.audit(self.block_tables())
-        rank = {"rank": 0, "pid": self.info.address.pid, "host": self.info.address.host}
-        rank["endpoint"] = self.info.address.endpoint
         return {
             "id": self.info.instance,
             "role": self.info.role,
             "incarnation": f"{self.info.address.incarnation:016x}",
-            "ranks": [rank],
+            "ranks": self.team.status(),
             "queues": self.queues(),
             "pages": msgspec.to_builtins(counts),
+            "quarantined": [],  # prefill's own reads end by themselves; decode has rows (actors/decode/unproven.py)
             "counts": dict(self.counts),
             "step": self.forward.done,
             "registered": self.membership.accepted,
-            "refusal": self.refusal,
+            "refusal": self.membership.refusal,
             "draining": bool(self.leaving),
         }
-
-
-class RegistrationError(RuntimeError):
-    """The registry will never take this rank: it contradicts the ranks that are there."""
-
-
-def drop(queue: deque[int], room: int) -> None:
-    """Take a room out of a queue if it is there."""
-    if room in queue:
-        queue.remove(room)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +10,6 @@ from kvferry.memory.ledger import Holding
 from kvferry.protocol.address import Address
 from kvferry.protocol.clocks import Clocks
 from kvferry.protocol.request import RequestSpec
-
-#: TP 1: a leader is its instance's only rank.
-RANK = 0
 
 
 @dataclass(kw_only=True)
@@ -35,3 +33,9 @@ class LegRoom:
     def prompt_tokens(self) -> int:
         """What prefill computes: the prompt, and the tokens frozen by earlier attempts."""
         return len(self.spec.prompt_ids) + len(self.spec.frozen_ids)
+
+
+def drop(queue: deque[int], room: int) -> None:
+    """Take a room out of a queue if it is there."""
+    if room in queue:
+        queue.remove(room)

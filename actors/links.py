@@ -113,6 +113,9 @@ class LinkLayer:
             link.dropped = True
             self._end(link, Ending.CLOSED)
 
+    def kill(self, incarnation: int) -> bool:
+        return self._exits.kill(incarnation)
+
     async def close(self) -> None:
         """End every session (CLOSED, told to the peers and to the handler) and free the sockets. Idempotent."""
         if self._closed:

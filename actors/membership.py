@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvferry.actors.ports import Network, Resolve
 from kvferry.protocol.address import Address
-from kvferry.protocol.messages import Message
+from kvferry.protocol.messages import Message, RegistrationRefused
 
 REGISTRY = "registry"
 RETRY_S = 0.5
@@ -21,14 +21,20 @@ class RegistryFound:
     address: Address | None
 
 
+class RegistrationError(RuntimeError):
+    """The registry will never take this rank: it contradicts the ranks that are there."""
+
+
 class Membership:
-    """`hello` is said each time the link to the registry opens. The actor passes its items on to the methods."""
+    """`hello` is said each time the link to the registry opens; None: nothing is said yet. The actor passes its items
+    on to the methods. `refusal` is why the registry has not taken us, as far as it has said so.
+    """
 
     def __init__(
         self,
         network: Network,
         resolve: Resolve,
-        hello: Message,
+        hello: Message | None,
         spawn: Callable[[Awaitable[None]], None],
         post: Callable[[RegistryFound], None],
     ) -> None:
@@ -38,6 +44,7 @@ class Membership:
         self._looking = False
         self._retry_at_s = 0.0
         self.accepted = False
+        self.refusal: str | None = None
 
     def is_registry(self, peer: Address) -> bool:
         return self._address is not None and peer.incarnation == self._address.incarnation
@@ -53,10 +60,16 @@ class Membership:
         self._hello, self.accepted = hello, False
         self._say_hello()
 
-    def tell(self, message: Message) -> None:
-        """Say something once; nobody hears it while there is no link."""
-        if self._address is not None:
-            self._network.send(self._address.incarnation, message)
+    def registered(self) -> None:
+        self.accepted, self.refusal = True, None
+
+    def refused(self, message: RegistrationRefused) -> None:
+        """A place that may become free is asked for again (by `tick`). A mismatch can't mend itself: raises
+        RegistrationError.
+        """
+        self.refusal = message.reason
+        if not message.retry:
+            raise RegistrationError(message.reason)
 
     def tick(self, now_s: float) -> None:
         """Look the registry up if we have none, at most every `RETRY_S`."""
@@ -82,8 +95,13 @@ class Membership:
         if self.is_registry(peer):
             self._address, self.accepted = None, False
 
+    def tell(self, message: Message) -> None:
+        """Something for the registry; lost while there is no link to it."""
+        if self._address is not None:
+            self._network.send(self._address.incarnation, message)
+
     def _say_hello(self) -> None:
-        if self._address is not None and self._network.is_up(self._address.incarnation):
+        if self._hello is not None and self._address is not None and self._network.is_up(self._address.incarnation):
             self._network.send(self._address.incarnation, self._hello)
 
     async def _look(self) -> None:

@@ -1,4 +1,4 @@
-"""What a leader is made of: all that its host puts together."""
+"""What a rank is made of: all that its host puts together."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from dataclasses import dataclass
 
 from kvferry.actors.ports import Clock, Network, Resolve
 from kvferry.actors.settings import ClockSettings
-from kvferry.engine.contract import Engine, TextFactory
+from kvferry.engine.contract import Combine, Engine, TextFactory
 from kvferry.protocol.rank import RankInfo
 from kvferry.transfer.contract import Endpoint
 
 
 @dataclass(frozen=True)
 class Parts:
-    """`mailbox` is its limit in messages; `max_rooms` in rooms of any phase."""
+    """`mailbox` is its limit in messages; `max_rooms` in rooms of any phase. `combine` makes a leader's result of a
+    forward where its ranks' engines don't exchange their parts among themselves.
+    """
 
     network: Network
     clock: Clock
@@ -25,3 +27,4 @@ class Parts:
     info: RankInfo
     limits: ClockSettings
     max_rooms: int
+    combine: Combine | None = None

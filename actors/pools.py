@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from kvferry.actors.leaving import HAND_OVER_S
 from kvferry.actors.membership import REGISTRY
 from kvferry.actors.ports import Clock
+from kvferry.actors.reaper import Reaper
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.protocol.messages import Roster
 
@@ -101,6 +102,7 @@ class Pools:
         self._next = dict.fromkeys(self.wanted, 0)
         self._missing: tuple[str, ...] = ()
         self._listed: set[str] = set()
+        self._reaper = Reaper(hosting, self._spawn)
         self._woken = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed: asyncio.Future[None] | None = None
@@ -117,7 +119,9 @@ class Pools:
             self._wake()
 
     def progress(self) -> dict[str, Any]:
-        """For `kvferry scale`: `done` when every role has what is wanted and nobody is leaving."""
+        """For `kvferry scale`: `done` when every role has what is wanted and nobody is leaving. `killed`: how often a
+        process of each name was ended by the `Reaper`.
+        """
         left = [member for version, member in self.departed if version == self.version]
         roles = {}
         for role, wanted in self.wanted.items():
@@ -131,6 +135,7 @@ class Pools:
             "missing": self._shortfalls(),
             "instances": [self._row(member) for member in self.members.values()],
             "left": [self._row(member) for member in left],
+            "killed": dict(self._reaper.killed),
         }
 
     # --- the keeper's own loop ---
@@ -142,6 +147,7 @@ class Pools:
         try:
             while True:
                 await self._look()
+                await self._reaper.look(self.members)
                 await self._balance()
                 await self._pause()
                 if self._failed.done():

@@ -57,6 +57,8 @@ class Network(Protocol):
     * `is_up(incarnation)`: a session is open now. `session_of(incarnation)`: which, the same number at both ends;
       0 when none is.
     * `drop(incarnation)` ends a session from this side.
+    * `kill(incarnation)` ends that very process, as SIGKILL does, where the kernel of this host lets us: its successor
+      is never hit. False when we can't be sure whose process it would be; `on_exited` follows otherwise.
     """
 
     @property
@@ -67,6 +69,7 @@ class Network(Protocol):
     def is_up(self, incarnation: int) -> bool: ...
     def session_of(self, incarnation: int) -> int: ...
     def drop(self, incarnation: int) -> None: ...
+    def kill(self, incarnation: int) -> bool: ...
     async def close(self) -> None: ...
 
 

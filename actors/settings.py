@@ -61,7 +61,8 @@ class FaultSettings(Settings, frozen=True):
 class TransferSettings(Settings, frozen=True):
     """`policy` of a handoff: "early" (decode allocates, then prefill computes) or "prefill_complete" (prefill computes,
     then decode allocates). `backend`: "ucx". `transports` is handed to UCX as UCX_TLS ("host" = shared memory and CMA,
-    "tcp")."""
+    "tcp"). A process has at most `max_agents` agents of the data plane, one for each peer.
+    """
 
     policy: str = EARLY
     backend: str = "ucx"
@@ -69,6 +70,7 @@ class TransferSettings(Settings, frozen=True):
     batch_bytes: int = 8 * 1024 * 1024
     poll_busy_ms: float = 1.0
     poll_idle_ms: float = 20.0
+    max_agents: int = 256
     faults: FaultSettings = FaultSettings()
 
 
@@ -77,6 +79,7 @@ class PrefillSettings(Settings, frozen=True):
 
     instances: int = 1
     tp: int = 1
+    pp: int = 1
     pool_pages: int = 640
     chunk_tokens: int = 256
     batch_tokens: int = 512
@@ -85,14 +88,22 @@ class PrefillSettings(Settings, frozen=True):
 
 
 class DecodeSettings(Settings, frozen=True):
-    """`max_running` requests decode together; at most `max_rooms` are held in all phases."""
+    """`max_running` requests decode together; at most `max_rooms` are held in all phases. A writer that has not
+    said within `revoke_after_s` that an aborted room's writes have ended is shut out, where that is proof (over tcp).
+    Where only its own end is, it is killed when more than `quarantine_budget` of the pool waits for proof, or a page
+    has waited for `quarantine_s`.
+    """
 
     instances: int = 1
     tp: int = 1
+    pp: int = 1
     pool_pages: int = 1280
     max_running: int = 32
     max_rooms: int = 256
     threads: int = 1
+    revoke_after_s: float = 10.0
+    quarantine_budget: float = 0.25
+    quarantine_s: float = 300.0
 
 
 class UnifiedSettings(Settings, frozen=True):

@@ -13,10 +13,22 @@ from kvferry.actors.bootstrap.room_ranks import RoomRanks
 from kvferry.actors.ports import Clock, LostReason, Network
 from kvferry.protocol.address import Address
 from kvferry.protocol.errors import Cause, Overloaded
-from kvferry.protocol.messages import Register, RegisterDpRank, Registered, RegistrationRefused, Roster, Watch
+from kvferry.protocol.messages import (
+    OverBudget,
+    Register,
+    RegisterDpRank,
+    Registered,
+    RegistrationRefused,
+    Roster,
+    Watch,
+)
 from kvferry.protocol.rank import RankInfo
 
 T = TypeVar("T")
+
+
+#: What a decode says of its quarantine it says once a second; older news may be over.
+FRESH_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -59,9 +71,11 @@ class Registry(Actor):
         self._wanted = wanted
         self._version = 0
         self._watchers: dict[int, str] = {}
+        self._overdue: dict[tuple[int, int], tuple[float, str, OverBudget]] = {}  # by who says it, and of whom
         self._failures: dict[str, tuple[int, str]] = {}  # by instance: how often in a row, and the last error
         self._on_message = {
             Register: self._register, Watch: self._watch, RegisterDpRank: self._room_of_router,
+            OverBudget: self._over_budget,
         }  # fmt: skip
 
     def roster(self) -> Roster:
@@ -82,6 +96,16 @@ class Registry(Actor):
         """
         self._mailbox.put(Wanted(dict(numbers), frozenset(names)))
         return self.roster()
+
+    async def over_budget(self) -> list[tuple[str, OverBudget]]:
+        """Called by the controller: (who says it, what), if it was said just now, and told to nobody yet."""
+        fresh_s = self.clock.now_s() - FRESH_S
+        found = [(name, overdue) for at_s, name, overdue in self._overdue.values() if at_s >= fresh_s]
+        self._overdue.clear()
+        return found
+
+    def _over_budget(self, peer: Address, message: OverBudget) -> None:
+        self._overdue[peer.incarnation, message.incarnation] = (self.clock.now_s(), peer.name, message)
 
     async def status(self) -> dict[str, Any]:
         address = self.network.address

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from kvferry.actors.decode.room import DecodeRoom
 from kvferry.engine.contract import Engine
 from kvferry.protocol.metadata import Metadata
+
+
+class Notified(msgspec.Struct, frozen=True):
+    """Item: a notification came on the data path, from the agent of that name."""
+
+    agent: str
+    payload: bytes
 
 
 def metadata_of(engine: Engine, room: DecodeRoom) -> Metadata:

@@ -1,4 +1,4 @@
-"""Decode's leader (TP 1: also its only rank): admit, receive, run the batch, publish."""
+"""Decode's leader, which may be its only rank: admit, receive, run the batch, publish."""
 
 from __future__ import annotations
 
@@ -7,71 +7,51 @@ from typing import Any
 
 import msgspec
 
-from kvferry.actors.decode.arrival import metadata_of, problem_of
+from kvferry.actors.decode.arrival import metadata_of
 from kvferry.actors.decode.batch import Batch
+from kvferry.actors.decode.receiving import Receiving
 from kvferry.actors.decode.room import DecodeRoom
-from kvferry.actors.leader import Leader
-from kvferry.actors.leg_room import RANK
 from kvferry.actors.load import Recent
 from kvferry.actors.parts import Parts
 from kvferry.actors.settings import DecodeSettings
 from kvferry.engine.contract import Drawn, Sequence, StepPlan, StepResult
 from kvferry.engine.history import Past
-from kvferry.memory.admission import pages_needed, refusal
+from kvferry.memory.admission import refusal
 from kvferry.memory.proof import Quiescent, Stepped
 from kvferry.protocol import receiver
 from kvferry.protocol.address import Address
-from kvferry.protocol.clocks import Wait, admission_wait
+from kvferry.protocol.clocks import admission_wait
+from kvferry.protocol.errors import Cause
 from kvferry.protocol.messages import (
     Abort,
     AbortAck,
-    AbortTransfer,
-    Admitted,
     Committed,
-    Destination,
-    Drained,
     Failed,
     Load,
     Logprobs,
     OpenDecode,
     PrefillDone,
-    Progress,
     Received,
     Retracted,
-    UnknownRoom,
 )
-from kvferry.protocol.metadata import decode_notification
+from kvferry.protocol.rank import LEADER, Member, whole
 from kvferry.protocol.receiver import ReceiverEvent, ReceiverMachine, ReceiverState
-from kvferry.transfer.contract import encode_descriptor
+from kvferry.transfer.contract import TransferError
 
 logger = logging.getLogger("kvferry.decode")
 
 
-class Notified(msgspec.Struct, frozen=True):
-    """Item: a notification came on the data path, from the agent of that name."""
-
-    agent: str
-    payload: bytes
-
-
-class Decode(Leader[DecodeRoom]):
+class Decode(Receiving):
     """`waiting` rooms are not admitted; `running` ones are committed and decode together; both in order of age."""
 
-    role = "decode"
     ROOM: type[DecodeRoom] = DecodeRoom
-    STOP, EXPIRED, FRONT_LOST = ReceiverEvent.STOP, ReceiverEvent.EXPIRED, ReceiverEvent.FRONT_LOST
-    ROOM_LOST, PEER_LOST, FAIL = ReceiverEvent.ROOM_LOST, ReceiverEvent.PREFILL_LOST, ReceiverEvent.FAIL
 
     def __init__(self, parts: Parts, settings: DecodeSettings) -> None:
-        super().__init__(parts)
-        self.settings = settings
+        super().__init__(parts, settings)
         self.batch = Batch(self.rooms, self.ledger, self.page_size, settings.max_running)
-        self._agent = encode_descriptor(self.endpoint.descriptor())
-        self._moved = 0  # news of rooms that receive: for those that wait for their places it is progress, as a step is
         self._places = Recent()  # requests that ran, and for how long each had its place
         self._on_message |= {
-            OpenDecode: self._open, Abort: self._abort, Drained: self._drained, UnknownRoom: self._unknown,
-            Progress: self._progress_of_prefill, PrefillDone: self._prefill_done,
+            OpenDecode: self._open, Abort: self._abort, PrefillDone: self._prefill_done,
         }  # fmt: skip
 
     @property
@@ -82,16 +62,6 @@ class Decode(Leader[DecodeRoom]):
     def running(self) -> list[int]:
         return self.batch.running
 
-    def notified(self, agent: str, payload: bytes) -> None:
-        """The endpoint's `on_notify`."""
-        self._mailbox.put(Notified(agent, payload))
-
-    def receive(self, item: Any) -> None:
-        if isinstance(item, Notified):
-            self._notified(item)
-        else:
-            super().receive(item)
-
     # --- messages ---
 
     def _open(self, router: Address, message: OpenDecode) -> None:
@@ -101,11 +71,18 @@ class Decode(Leader[DecodeRoom]):
             cause = refusal(len(spec.prompt_ids), spec.sampling.max_tokens, limit, limit)
         if cause is not None:
             return self.refuse_open(router, message.room, cause)
+        members = message.sources or (Member(LEADER, message.prefill, whole(self.info.layout)),)
+        try:
+            routes = self.writers.routes(members)
+        except TransferError as error:
+            return self.refuse_open(router, message.room, Cause("handoff_failed", str(error), self.role))
+        sources = {member.rank: member.address for member in members if member.rank in routes}
+        writers = {rank: address.incarnation for rank, address in sources.items()}
         record = self.new_room(router, message, message.prefill)
-        machine = ReceiverMachine({RANK: message.prefill.incarnation}, self.info.computes_first)
+        machine = ReceiverMachine(writers, self.info.computes_first)
+        record |= {"machine": machine, "sources": sources, "routes": routes, "past": Past(spec)}
         text = self.texts.stream(spec.sampling, spec.frozen_ids)
-        room = self.ROOM(**record, machine=machine, text=text, past=Past(spec), generated=len(spec.frozen_ids))
-        return self.take_in(room)
+        return self.take_in(self.ROOM(**record, text=text, generated=len(spec.frozen_ids)))
 
     def leg_opened(self, room: DecodeRoom) -> None:
         self._line_up(room)
@@ -128,108 +105,17 @@ class Decode(Leader[DecodeRoom]):
         event = ReceiverEvent.ABORT_RUNNING if message.stop_running else ReceiverEvent.ABORT
         return self.act(room, room.machine.handle(event, message.cause))
 
-    def _drained(self, peer: Address, message: Drained) -> None:
-        room = self._of_prefill(peer, message.room)
-        if room is not None:
-            cause = self.cause(room, "handoff_failed", "prefill ended the transfer", "RECEIVING", peer.name)
-            self.act(room, room.machine.rank_drained(message.rank, message.complete, cause))
-
-    def _unknown(self, peer: Address, message: UnknownRoom) -> None:
-        room = self._of_prefill(peer, message.room)
-        if room is not None:
-            cause = self.cause(room, "handoff_failed", "prefill does not know the room", "RECEIVING", peer.name)
-            self.act(room, room.machine.handle(ReceiverEvent.UNKNOWN, cause))
-
-    def _progress_of_prefill(self, peer: Address, message: Progress) -> None:
-        room = self._of_prefill(peer, message.room)
-        if room is None:
-            return
-        now_s = self.clock.now_s()
-        # The engine's step counter rises for other rooms too: that is progress only while this one queues.
-        step = message.step if message.event == "queued" else 0
-        if message.event == "written":
-            moved = room.clocks.written("prefill", message.chunk, now_s)
-        else:
-            moved = room.clocks.queued("prefill", message.position, step, message.chunk + 1, now_s)
-        self._moved += moved and room.machine.state is ReceiverState.RECEIVING
-        if message.event in ("computed", "sending") and not room.machine.transferring:
-            room.machine.transferring = True
-            room.clocks.wait(Wait.TRANSFER, now_s)
-
-    def _of_prefill(self, peer: Address, room_id: int) -> DecodeRoom | None:
-        """The room, if it is here and `peer` is its prefill. What comes for other rooms is counted, no more."""
-        room = self.rooms.get(room_id)
-        if room is None or room.peer.incarnation != peer.incarnation:
-            self.counts["late or stray messages of prefill"] += 1
-            return None
-        return room
-
-    # --- links ---
-
-    def links_needed(self, room: DecodeRoom) -> list[Address]:
-        return [room.spec.front, room.peer]
-
-    def link_up(self, peer: Address) -> None:
-        super().link_up(peer)
-        for room in self.leg_rooms():
-            # A new session with a prefill whose rooms still wait for proof: ask again. UnknownRoom answers it too.
-            if room.peer.incarnation == peer.incarnation and room.machine.state is ReceiverState.RELEASING:
-                self._abort_writer(room)
-
-    def peer_exited(self, peer: Address) -> None:
-        """The end of the writer is proof only where a transport says so (design §5)."""
-        for room in self.leg_rooms():
-            if peer.incarnation not in room.machine.writers.values():
-                continue
-            text, state = f"process {peer.pid} of {peer.name} has ended", room.machine.state.name
-            cause = self.cause(room, "peer_lost", text, state, peer.name)
-            if self.endpoint.proofs.exited:
-                self.act(room, room.machine.writer_exited(peer.incarnation, cause))
-            else:
-                self.act(room, room.machine.handle(ReceiverEvent.PREFILL_LOST, cause))
-
-    # --- admission, receiving, commit ---
+    # --- admission, commit ---
 
     def admit(self) -> None:
         while (room := self.batch.admit()) is not None:
             room.admitted_s = self.clock.now_s()
             self.act(room, room.machine.handle(ReceiverEvent.ADMIT))
 
-    def _hand_out(self, room: DecodeRoom) -> None:
-        assert room.holding is not None
-        pages = room.holding.pages[: pages_needed(room.prompt_tokens, self.page_size)]
-        descriptor = self.endpoint.descriptor()
-        destination = Destination(
-            room.room, pages, 0, room.holding.rows[0], self._agent, descriptor.generation, tuple(room.machine.writers)
-        )
-        self.ledger.lease(room.holding, room.machine.writers)
-        self._expect(room, True)
-        room.clocks.wait(Wait.TRANSFER if self.info.computes_first else Wait.PREFILL, self.clock.now_s())
-        self.tell_room(room, Admitted(room.room, len(room.holding.pages)))
-        if not self.network.send(room.peer.incarnation, destination):
-            self.fail(room, ReceiverEvent.PREFILL_LOST, "there is no link to prefill", room.peer.name)
-
-    def _notified(self, item: Notified) -> None:
-        news = decode_notification(item.payload)
-        if news is None:
-            self.counts["notifications that do not decode"] += 1
-            return
-        room = self.rooms.get(news.room)
-        if room is None or room.peer.incarnation != news.incarnation:
-            self.counts["late or stray notifications"] += 1
-            return
-        self.act(room, room.machine.rank_received(news.rank))
-        if room.machine.all_received:
-            problem = problem_of(self.engine, room)
-            if problem is None:
-                self.act(room, room.machine.handle(ReceiverEvent.ALL_RECEIVED))
-            else:
-                self.fail(room, ReceiverEvent.CHECK_FAILED, problem, room.peer.name, "handoff_failed")
-
     def _commit(self, room: DecodeRoom) -> None:
         assert room.holding is not None
         self.ledger.end_lease(room.holding, room.quiet)
-        self._expect(room, False)
+        self.expect(room, False)
         room.clocks.stop()
         self.tell_room(room, Committed(room.room))
         self.batch.commit(room)
@@ -290,20 +176,18 @@ class Decode(Leader[DecodeRoom]):
                     room.clocks.wait(admission_wait(room.spec.was_admitted), self.clock.now_s())
                     self._line_up(room)
                 case receiver.HandOut():
-                    self._hand_out(room)
+                    self.hand_out(room)
                 case receiver.NoteReceived(rank):
                     self.tell_room(room, Received(room.room, rank))
                 case receiver.Commit():
                     self._commit(room)
                 case receiver.AbortWriter():
                     self._quarantine(room)
-                    self._abort_writer(room)
-                case receiver.Quarantine():
-                    self._quarantine(room)
+                    self.abort_writers(room)
                 case receiver.Report(cause):
                     self.tell_room(room, Failed(room.room, self.role, cause))
                 case receiver.Ack():
-                    self.tell_room(room, AbortAck(room.room, self.role, RANK))
+                    self.tell_room(room, AbortAck(room.room, self.role, LEADER))
                 case receiver.AnswerCommitted():
                     self.tell_room(room, Committed(room.room))
                 case receiver.LeaveBatch():
@@ -313,15 +197,14 @@ class Decode(Leader[DecodeRoom]):
                 case receiver.Release():
                     self._release(room)
 
-    def _abort_writer(self, room: DecodeRoom) -> None:
-        cause = room.machine.cause or self.cause(room, "handoff_failed", "decode has ended the room", "RELEASING")
-        self.network.send(room.peer.incarnation, AbortTransfer(room.room, cause))
-
     def _quarantine(self, room: DecodeRoom) -> None:
         assert room.holding is not None
         room.clocks.stop()
         self.batch.leave(room)
-        self.ledger.quarantine(room.holding)
+        if room.agents:
+            self.quarantine.begin(room, self.clock.now_s())
+        else:
+            self.act(room, room.machine.never_given())
 
     def _release(self, room: DecodeRoom) -> None:
         """The pages return on proof: the machine orders this only when it has one; the ledger checks it again."""
@@ -329,24 +212,19 @@ class Decode(Leader[DecodeRoom]):
         if holding is not None:
             if room.last_token >= 0:  # it ran
                 self._places.add(1, self.clock.now_s() - room.admitted_s)
+            quarantined = holding.quarantined
             self.ledger.release(holding, Quiescent(holding.id, Stepped(self.forward.done), room.peer_proof))
             room.holding = None
-        self._expect(room, False)
+            if quarantined:
+                self.tell_room(room, self.quarantine.end(room, len(holding.pages), self.clock.now_s()))
+        self.expect(room, False)
         self.batch.leave(room)
         del self.rooms[room.room]
-
-    def _expect(self, room: DecodeRoom, expecting: bool) -> None:
-        if expecting != room.expecting:
-            room.expecting = expecting
-            self.endpoint.expect(1 if expecting else -1)
 
     # --- clocks and status ---
 
     def report_progress(self) -> None:
-        for room in self.leg_rooms():
-            # Proof comes over a link: if prefill still lives, a new session answers (see `link_up`).
-            if room.machine.state is ReceiverState.RELEASING:
-                self.seek_proof(room)
+        self.seek_proof()
         for position, room_id in enumerate(self.waiting):
             room = self.rooms[room_id]
             news = self.progress(room, "queued", position=position + 1)
@@ -357,9 +235,6 @@ class Decode(Leader[DecodeRoom]):
 
     def load(self) -> Load:
         return self.batch.load(self.role, self._places.mean_s)
-
-    def seek_proof(self, room: DecodeRoom) -> None:
-        self.network.dial(room.peer)
 
     def queues(self) -> dict[str, int]:
         return self.batch.queues()

@@ -2,31 +2,58 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvferry.actors.leg_room import LegRoom
 from kvferry.engine.contract import TextStream
 from kvferry.engine.history import Past
 from kvferry.memory.admission import Claim
 from kvferry.memory.proof import NeverGiven, Quiet
+from kvferry.protocol.address import Address
 from kvferry.protocol.receiver import ReceiverMachine
 
 
 @dataclass(kw_only=True)
 class DecodeRoom(LegRoom):
-    """`peer` is prefill's leader. `generated` counts the answer's tokens, frozen ones and prefill's included;
-    `last_token` is the one to feed next; `expecting` while the data plane looks out for the room's notification;
-    `claim` is its place in the batch, from the moment that the leg is open; `admitted_s` when it got its pages.
+    """`peer` is prefill's leader; `sources` are its ranks that write, and `routes` the ranks here that each writes to.
+    `awaited` are the (source, target) pairs whose notification has not come. `generated` counts the answer's tokens,
+    frozen ones and prefill's included; `last_token` is the one to feed next; `expecting` while the data plane looks out
+    for the room's notification; `claim` is its place in the batch, from the moment that the leg is open; `admitted_s`
+    when it got its pages, and `quarantined_s` when it had no more use for them. `agents` are those that the destination
+    names, once it has left: (the writer's incarnation, target rank) -> the generation of the agent that it was
+    given; `closed` are those of them that are gone.
     """
 
     machine: ReceiverMachine
     text: TextStream
     past: Past
+    sources: dict[int, Address]
+    routes: dict[int, tuple[int, ...]]
+    awaited: set[tuple[int, int]] = field(default_factory=set)
     claim: Claim | None = None
     expecting: bool = False
     admitted_s: float = 0.0
+    quarantined_s: float = 0.0
+    agents: dict[tuple[int, int], int] = field(default_factory=dict)
+    closed: set[tuple[int, int]] = field(default_factory=set)
     generated: int = 0
     last_token: int = -1
+
+    def __post_init__(self) -> None:
+        self.awaited = {(source, target) for source, targets in self.routes.items() for target in targets}
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """(writer's process, target rank) of all that are to be written."""
+        writers = self.machine.writers
+        return [(writers[source], target) for source, targets in self.routes.items() for target in targets]
+
+    def source_of(self, peer: Address) -> int | None:
+        """The number of the source rank that `peer` is, if it is one that writes for this room."""
+        for rank, address in self.sources.items():
+            if address.incarnation == peer.incarnation:
+                return rank
+        return None
 
     @property
     def total_tokens(self) -> int:

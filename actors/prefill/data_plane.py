@@ -1,7 +1,7 @@
-"""Prefill's side of the data plane: a destination is checked and connected to, chunks are written, the end is notified.
+"""One source rank's side of the data plane: it connects to its targets, writes, and notifies them at the end.
 
-What becomes of it comes back as items for the leader. Not here: which spans a write has (`ChunkWriter`), when one is
-due (protocol.sender), whose the pages are (memory).
+What becomes of it comes back as items for the rank's actor. Not here: which spans a write has (`SpanPlanner`), when one
+is due (protocol.sender), whose the pages are (memory).
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from kvferry.actors.leg_room import RANK
-from kvferry.actors.prefill.room import PrefillRoom
-from kvferry.actors.prefill.sending import ChunkWrite, ChunkWriter
-from kvferry.engine.contract import Engine
+from kvferry.actors.prefill.sending import RankWrite, Sending, Targets
 from kvferry.protocol.metadata import Notification, encode_notification
-from kvferry.transfer.contract import Descriptor, Endpoint, Peer, TransferError, WriteResult, decode_descriptor
+from kvferry.transfer.contract import Endpoint, Peer, TransferError, WriteResult
 
 
 class Connected(msgspec.Struct, frozen=True):
-    """Item: the data plane has (or has not) connected to a room's target."""
+    """Item: the data plane has (or has not, and `error` says why) connected to all of a room's targets, ranks of the
+    decode whose leader is `owner`.
+    """
 
     room: int
-    peer: Peer | None
+    owner: int
+    targets: dict[int, Peer] | None
     error: str = ""
 
 
 class WriteEnded(msgspec.Struct, frozen=True):
-    """Item: one of a room's writes has ended."""
+    """Item: one of this rank's writes of a room has ended."""
 
     room: int
     chunk: int
@@ -36,73 +36,80 @@ class WriteEnded(msgspec.Struct, frozen=True):
 
 
 class DataPlane:
-    """`spawn` and `post` are the leader's. A decode process is connected to once, and given up when it has ended."""
+    """`spawn` and `post` are the actor's. A rank of decode is connected to once for each agent that it gives us, and
+    only the last one counts: it gives another when it has shut us out of the one before.
+    """
 
     def __init__(
         self,
-        engine: Engine,
         endpoint: Endpoint,
+        rank: int,
         incarnation: int,
         spawn: Callable[[Awaitable[None]], None],
         post: Callable[[Connected | WriteEnded], None],
     ) -> None:
-        self._endpoint, self._incarnation = endpoint, incarnation
+        self._endpoint, self._rank, self._incarnation = endpoint, rank, incarnation
         self._spawn, self._post = spawn, post
-        self._writer = ChunkWriter(engine, incarnation)
-        self._targets: dict[int, Peer] = {}  # by decode's incarnation
+        self._peers: dict[int, dict[int, Peer]] = {}  # by decode's leader and the target's process
 
-    def connect(self, room: PrefillRoom) -> None:
-        """`Connected` follows. Raises TransferError, with the reason, for a destination that can't be written to."""
-        destination = room.destination
-        assert destination is not None
-        descriptor = decode_descriptor(destination.agent)
-        if descriptor.incarnation != room.peer.incarnation:
-            text = f"the destination's agent is of process {descriptor.incarnation:016x}, not decode's"
-            raise TransferError(text)
-        if set(destination.required_acks) != {RANK}:
-            text = f"required_acks is {destination.required_acks}; the ranks that write are ({RANK},)"
-            raise TransferError(text)
-        self._writer.check(room, destination, descriptor.regions)
-        self._spawn(self._connect(room.room, descriptor))
+    def connect(self, room: int, owner: int, targets: Targets) -> None:
+        """`Connected` follows."""
+        self._spawn(self._connect(room, owner, targets))
 
-    async def _connect(self, room: int, descriptor: Descriptor) -> None:
+    async def _connect(self, room: int, owner: int, targets: Targets) -> None:
         try:
-            self._post(Connected(room, await self._endpoint.connect(descriptor)))
+            peers = {rank: await self._endpoint.connect(target) for rank, target in targets.items()}
+            self._post(Connected(room, owner, peers))
         except TransferError as error:
-            self._post(Connected(room, None, str(error)))
+            self._post(Connected(room, owner, None, str(error)))
 
-    def connected(self, room: PrefillRoom, target: Peer) -> None:
-        room.target = self._targets[room.peer.incarnation] = target
+    def connected(self, item: Connected, is_up: bool) -> None:
+        """Keep the connections. `is_up`: there is a link to the owner; else, where a target has to take part in what we
+        write, they came too late.
+        """
+        known = self._peers.setdefault(item.owner, {})
+        for peer in (item.targets or {}).values():
+            before = known.get(peer.descriptor.incarnation)
+            if before is not None and before.descriptor.generation > peer.descriptor.generation:
+                self._spawn(self._endpoint.disconnect(peer))
+                continue
+            known[peer.descriptor.incarnation] = peer
+            if before is not None and before is not peer:
+                self._spawn(self._endpoint.disconnect(before))
+        if not is_up:
+            self.link_lost(item.owner)
 
-    def plan(self, room: PrefillRoom, last: bool) -> ChunkWrite:
-        """The room's next write; perhaps it has no spans. With `last`, its row is filled in."""
-        return self._writer.plan(room, last)
-
-    def write(self, room: PrefillRoom, write: ChunkWrite) -> None:
+    def write(self, sending: Sending, chunk: int, write: RankWrite) -> None:
         """`WriteEnded` follows."""
-        assert room.target is not None
-        chunk, room_id, post = room.chunk - 1, room.room, self._post
-        room.kv_bytes += write.kv_bytes
-        room.metadata_bytes += write.metadata_bytes
+        sending.open += 1
+        sending.kv_bytes += write.kv_bytes
+        sending.metadata_bytes += write.metadata_bytes
+        room, post = sending.room, self._post
 
         def ended(result: WriteResult) -> None:
-            post(WriteEnded(room_id, chunk, write.kv_bytes, result))
+            post(WriteEnded(room, chunk, write.kv_bytes, result))
 
-        room.handles.append(self._endpoint.write(room.target, write.spans, ended))
+        sending.handles.append(self._endpoint.write(sending.targets[write.target], write.spans, ended))
 
-    def cancel(self, room: PrefillRoom) -> None:
+    def cancel(self, sending: Sending) -> None:
         """Of the room's writes: those that have ended stay as they are."""
-        for handle in room.handles:
+        for handle in sending.handles:
             self._endpoint.cancel(handle)
 
-    def notify(self, room: PrefillRoom) -> None:
-        """Tell decode, behind the writes, that all of them are flushed."""
-        assert room.target is not None
-        self._endpoint.notify(room.target, encode_notification(Notification(room.room, RANK, self._incarnation)))
+    def notify(self, sending: Sending) -> None:
+        """Tell each target rank, behind the writes, that all of ours are flushed."""
+        payload = encode_notification(Notification(sending.room, self._rank, self._incarnation))
+        for target in sending.targets.values():
+            self._endpoint.notify(target, payload)
 
-    def forget(self, incarnation: int) -> None:
-        """The decode process has ended."""
-        self._writer.forget(incarnation)
-        target = self._targets.pop(incarnation, None)
-        if target is not None:
-            self._spawn(self._endpoint.disconnect(target))
+    def link_lost(self, owner: int) -> None:
+        """Over a transport where decode has to take part it shuts us out now, if it lives; if it stands still, our
+        writes would be under way for as long. Without the agents nothing reads their pages.
+        """
+        if self._endpoint.proofs.revoked:
+            self.disconnect(owner)
+
+    def disconnect(self, owner: int) -> None:
+        """Every write to that decode's ranks ends, and nothing reads its source any more."""
+        for peer in self._peers.pop(owner, {}).values():
+            self._spawn(self._endpoint.disconnect(peer))

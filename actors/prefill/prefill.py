@@ -1,4 +1,4 @@
-"""Prefill's leader (TP 1: also its only rank): receive, reserve, compute chunks, hand them to the data plane."""
+"""Prefill's leader, which may be its only rank: receive, reserve, compute chunks, hand them to the data plane."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ from collections import deque
 from typing import Any
 
 from kvferry.actors.chunks import chunk_of, next_chunk
-from kvferry.actors.leader import Leader, drop
-from kvferry.actors.leg_room import RANK
+from kvferry.actors.leg_room import drop
 from kvferry.actors.load import Recent
 from kvferry.actors.parts import Parts
-from kvferry.actors.prefill.data_plane import Connected, DataPlane, WriteEnded
 from kvferry.actors.prefill.kept import line_up
 from kvferry.actors.prefill.pages import SourcePages
 from kvferry.actors.prefill.room import PrefillRoom
+from kvferry.actors.prefill.writing import Writing
 from kvferry.actors.settings import PrefillSettings
 from kvferry.engine.contract import Drawn, StepPlan, StepResult
-from kvferry.memory.proof import NeverGiven, Quiescent, Quiet, Stepped
 from kvferry.protocol import sender
 from kvferry.protocol.address import Address
 from kvferry.protocol.clocks import Wait, admission_wait
@@ -25,18 +23,15 @@ from kvferry.protocol.kvpoll import KVPoll
 from kvferry.protocol.messages import (
     Abort,
     AbortAck,
-    AbortTransfer,
     Destination,
-    Drained,
     Failed,
     Load,
     OpenPrefill,
     PrefillDone,
     Progress,
-    UnknownRoom,
 )
+from kvferry.protocol.rank import LEADER
 from kvferry.protocol.sender import SenderEvent, SenderMachine, SenderState
-from kvferry.transfer.contract import TransferError, WriteOutcome
 
 #: States of a room whose prompt, or a part of it, is still to be computed.
 NOT_COMPUTED = (
@@ -47,36 +42,20 @@ NOT_COMPUTED = (
 _WITHOUT_DESTINATION = (SenderState.AWAITING_DESTINATION, SenderState.KEPT)
 
 
-class Prefill(Leader[PrefillRoom]):
+class Prefill(Writing):
     """`waiting` rooms have no pages, and may have some as soon as there are any; `active` ones are being computed."""
-
-    role = "prefill"
-    STOP, EXPIRED, FRONT_LOST = SenderEvent.STOP, SenderEvent.EXPIRED, SenderEvent.FRONT_LOST
-    ROOM_LOST, PEER_LOST, FAIL = SenderEvent.ROOM_LOST, SenderEvent.DECODE_LOST, SenderEvent.FAIL
 
     def __init__(self, parts: Parts, settings: PrefillSettings) -> None:
         super().__init__(parts)
         self.settings = settings
         self.waiting: deque[int] = deque()
         self.active: deque[int] = deque()
-        self._data_plane = DataPlane(
-            self.engine, self.endpoint, self.network.address.incarnation, self.spawn, self._mailbox.put
-        )
         self._pages = SourcePages(self.ledger, self.page_size, self.forward, self.counts)
         self._speed = Recent()  # tokens and seconds of recent forwards
         self._on_message |= {
             OpenPrefill: self._open, Destination: self._destination, Abort: self._abort,
-            AbortTransfer: self._abort_transfer, Progress: self._progress_of_decode, UnknownRoom: self._unknown,
+            Progress: self._progress_of_decode,
         }  # fmt: skip
-
-    def receive(self, item: Any) -> None:
-        match item:
-            case Connected():
-                self._connected(item)
-            case WriteEnded():
-                self._write_ended(item)
-            case _:
-                super().receive(item)
 
     # --- messages ---
 
@@ -114,33 +93,12 @@ class Prefill(Leader[PrefillRoom]):
             return self.unknown_room(router, message.room)
         return self.act(room, room.machine.handle(SenderEvent.ABORT, message.cause))
 
-    def _abort_transfer(self, peer: Address, message: AbortTransfer) -> None:
-        room = self.rooms.get(message.room)
-        if room is None:
-            return self.unknown_room(peer, message.room)
-        if peer.incarnation != room.peer.incarnation:
-            self.counts["aborts from a stranger"] += 1
-            return None
-        return self.act(room, room.machine.handle(SenderEvent.ABORT_TRANSFER, message.cause))
-
     def _progress_of_decode(self, peer: Address, message: Progress) -> None:
         room = self.rooms.get(message.room)
         if room is None or room.peer.incarnation != peer.incarnation:
             self.counts["late or stray messages of decode"] += 1
         else:
             room.clocks.queued("decode", message.position, message.step, 0, self.clock.now_s())
-
-    def _unknown(self, _peer: Address, _message: UnknownRoom) -> None:
-        """A room or a decode that has ended knows nothing of what we copied to it; that is normal."""
-        self.counts["told of an unknown room"] += 1
-
-    # --- links ---
-
-    def peer_exited(self, peer: Address) -> None:
-        for room in self.leg_rooms():
-            if room.peer.incarnation == peer.incarnation:
-                self.fail(room, SenderEvent.DECODE_EXITED, f"process {peer.pid} of {peer.name} has ended", peer.name)
-        self._data_plane.forget(peer.incarnation)
 
     # --- reserve, compute ---
 
@@ -206,23 +164,7 @@ class Prefill(Leader[PrefillRoom]):
         offset_s, awaits = self.clock.now_s() - room.opened_s, room.destination is None
         self.tell_room(room, PrefillDone(room.room, room.chunk, offset_s, awaits))
 
-    # --- the data plane ---
-
-    def _connect(self, room: PrefillRoom) -> None:
-        room.clocks.wait(Wait.PREFILL, self.clock.now_s())  # decode has admitted it; from here on it is our queue
-        try:
-            self._data_plane.connect(room)
-        except TransferError as error:
-            self.fail(room, SenderEvent.FAIL, str(error), room.peer.name, "handoff_failed")
-
-    def _connected(self, item: Connected) -> None:
-        room = self.rooms.get(item.room)
-        if room is None or room.machine.state is not SenderState.QUEUED:
-            return
-        if item.peer is None:
-            self.fail(room, SenderEvent.FAIL, item.error, room.peer.name, "handoff_failed")
-            return
-        self._data_plane.connected(room, item.peer)
+    def ready_to_write(self, room: PrefillRoom) -> None:
         self._line_up(room)
 
     def _line_up(self, room: PrefillRoom) -> None:
@@ -236,82 +178,44 @@ class Prefill(Leader[PrefillRoom]):
         else:
             self.tell_both(room, news)
 
-    def _write(self, room: PrefillRoom, last: bool) -> None:
-        assert room.holding is not None
-        write = self._data_plane.plan(room, last)
-        if last:
-            room.machine.last_posted()
-        if len(write.spans) == 0:
-            return
-        if room.holding.lease is None:
-            self.ledger.lease(room.holding, {RANK: 0})
-            if self.info.computes_first:
-                self.tell_both(room, self.progress(room, "sending", chunk=room.chunk - 1, tokens=room.computed))
-        room.machine.write_posted()
-        if last:
-            room.clocks.wait(Wait.TRANSFER, self.clock.now_s())
-        self._data_plane.write(room, write)
-
-    def _write_ended(self, item: WriteEnded) -> None:
-        room = self.rooms[item.room]  # a room outlives each of its writes
-        broken = item.result.outcome is WriteOutcome.BROKEN
-        cause = None
-        if broken:
-            state = room.machine.state.name
-            cause = self.cause(room, "handoff_failed", f"a write failed: {item.result.error}", state, room.peer.name)
-        elif item.result.outcome is WriteOutcome.FLUSHED:
-            room.clocks.progress(self.clock.now_s())
-            self.tell_both(room, self.progress(room, "written", chunk=item.chunk, kv_bytes=item.kv_bytes))
-        self.act(room, room.machine.write_ended(broken, cause))
-
     # --- commands ---
 
     def act(self, room: PrefillRoom, commands: list[Any]) -> None:
         for command in commands:
             match command:
                 case sender.Enqueue():
-                    self._connect(room)
+                    self.connect(room)
                 case sender.Keep():
                     self._pages.keep(room)
                     room.clocks.wait(admission_wait(room.spec.was_admitted), self.clock.now_s())
                 case sender.Write(last):
-                    self._write(room, last)
+                    self.write(room, last)
                 case sender.Cancel():
                     drop(self.active, room.room)
                     self._pages.stopped(room)
-                    self._data_plane.cancel(room)
+                    self.stop_writing(room)
                 case sender.Report(cause):
                     self.tell_room(room, Failed(room.room, self.role, cause))
                 case sender.Deliver():
                     self._deliver(room)
                 case sender.Release():
-                    self.tell_both(room, Drained(room.room, RANK, False, room.kv_bytes, room.metadata_bytes))
-                    self.tell_room(room, AbortAck(room.room, self.role, RANK))
+                    self.say_stopped(room)
                     self._release(room)
                 case sender.Strand():
-                    self.tell_room(room, AbortAck(room.room, self.role, RANK))
-                    self._free_pages(room)
+                    self.tell_room(room, AbortAck(room.room, self.role, LEADER))
+                    self.free_pages(room)
+                    self.say_draining(room)
 
     def _deliver(self, room: PrefillRoom) -> None:
-        self._data_plane.notify(room)
-        self.tell_both(room, Drained(room.room, RANK, True, room.kv_bytes, room.metadata_bytes))
+        self.say_delivered(room)
         self._release(room)
 
     def _release(self, room: PrefillRoom) -> None:
-        self._free_pages(room)
+        self.free_pages(room)
         drop(self.waiting, room.room)
         drop(self.active, room.room)
         self._pages.ended(room)
         del self.rooms[room.room]
-
-    def _free_pages(self, room: PrefillRoom) -> None:
-        """The source pages: every forward that names them is done, and every write from them has ended."""
-        holding = room.holding
-        if holding is None:
-            return
-        peers = NeverGiven() if holding.lease is None else Quiet(drained=frozenset({RANK}))
-        self.ledger.release(holding, Quiescent(holding.id, Stepped(self.forward.done), peers))
-        room.holding = None
 
     # --- clocks and status ---
 
@@ -323,6 +227,7 @@ class Prefill(Leader[PrefillRoom]):
         return super().block_tables() | self._pages.tables()
 
     def report_progress(self) -> None:
+        super().report_progress()
         for position, room_id in enumerate((*self.active, *self.waiting)):
             room = self.rooms[room_id]
             news = self.progress(room, "queued", position=position, chunk=room.chunk - 1)

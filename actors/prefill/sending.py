@@ -1,78 +1,102 @@
-"""Which spans a chunk's write has: the pages that it completed, and at the end the rest and the metadata row."""
+"""What one source rank sends of a room: its record, and which spans a write has.
+
+A rank writes whole pages of its own regions to each target rank that has a region of the same content; the leader also
+writes the metadata row, to decode's leader. Not here: when a write is due (protocol.sender), how it is posted
+(transfer).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvferry.actors.prefill.room import PrefillRoom
 from kvferry.engine.contract import Engine
-from kvferry.memory.admission import pages_needed
-from kvferry.protocol.messages import Destination
 from kvferry.protocol.metadata import Metadata
-from kvferry.transfer.contract import Region, Spans, TransferError
-from kvferry.transfer.plan import Pairing, pair, plan_pages, plan_row
+from kvferry.protocol.rank import LEADER
+from kvferry.transfer.contract import Descriptor, Peer, RegionKind, Spans, TransferError, WriteHandle
+from kvferry.transfer.plan import Pairing, pair, pair_common, plan_pages, plan_row, total_bytes
+
+#: Target rank -> the descriptor by which we write to it.
+Targets = Mapping[int, Descriptor]
+
+
+@dataclass
+class Sending:
+    """One rank's writes of one room. `owner` is the incarnation of decode's leader; `targets` are the ranks that are
+    written to, with their ends of the data plane, once connected; `open` counts writes that have not ended.
+    """
+
+    room: int
+    owner: int
+    targets: dict[int, Peer] = field(default_factory=dict)
+    handles: list[WriteHandle] = field(default_factory=list)
+    open: int = 0
+    kv_bytes: int = 0
+    metadata_bytes: int = 0
 
 
 @dataclass(frozen=True)
-class ChunkWrite:
-    """One write of a room, and the bytes of each kind in it."""
+class RankWrite:
+    """A write to one target rank, and the bytes of each kind in it."""
 
+    target: int
     spans: Spans
     kv_bytes: int
-    metadata_bytes: int
+    metadata_bytes: int = 0
 
 
-class ChunkWriter:
-    """Plans the writes of one prefill rank. Pairings are made once per target process."""
+class SpanPlanner:
+    """Plans the writes of one source rank. Pairings are made once per target process."""
 
-    def __init__(self, engine: Engine, incarnation: int) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._incarnation = incarnation
-        self._page_size = engine.limits.page_size
         self._regions = engine.regions()
-        self._pairings: dict[int, Pairing] = {}  # by the target's incarnation
+        self._pages = sum(region.kind is RegionKind.PAGES for region in self._regions)
+        self._pairings: dict[int, Pairing] = {}  # by the target process's incarnation
+        self._of_owner: dict[int, set[int]] = {}  # decode's leader -> the target processes of that instance
 
-    def check(self, room: PrefillRoom, destination: Destination, target: tuple[Region, ...]) -> None:
-        """Raises TransferError, with the reason, when the room's prompt can't be written there."""
-        needed = pages_needed(room.prompt_tokens, self._page_size)
-        if len(destination.pages) < needed:
-            raise TransferError(f"the destination has {len(destination.pages)} pages; the prompt needs {needed}")
-        if destination.prefix_tokens != 0:
-            raise TransferError(f"prefix_tokens is {destination.prefix_tokens}; allowed: 0")
-        pairing = self._pairings.setdefault(room.peer.incarnation, pair(self._regions, target))
-        # Pages and slot are the peer's word: they are tried here, so that a bad one fails this room and no more.
-        plan_pages(pairing, np.arange(needed), _ids(destination.pages[:needed]))
-        plan_row(pairing, "metadata", 0, destination.metadata_slot)
+    def check(
+        self, owner: int, targets: Targets, pages: Sequence[int], slot: int | None = None, alone: bool = False
+    ) -> None:
+        """Raises TransferError, with the reason, when this rank's part of a prompt can't be written there.
 
-    def plan(self, room: PrefillRoom, last: bool) -> ChunkWrite:
-        """The next write.
-
-        A chunk that is not the last is floored to whole pages: a page that is still being filled is not written.
+        Pages and slot are the peer's word: they are tried here, so that a bad one fails this room and no more. `slot`
+        None: no metadata is written. `alone`: there is one rank on either side, so each must have all.
         """
-        assert room.destination is not None and room.holding is not None
-        pairing = self._pairings[room.peer.incarnation]
-        first = room.posted // self._page_size
-        end = pages_needed(room.computed, self._page_size) if last else room.computed // self._page_size
-        spans = plan_pages(pairing, _ids(room.holding.pages[first:end]), _ids(room.destination.pages[first:end]))
-        kv_bytes = int(spans["length"].sum())
-        room.posted = room.computed if last else end * self._page_size
-        if not last:
-            return ChunkWrite(spans, kv_bytes, 0)
-        row = room.holding.rows[0]
-        total_bytes = room.kv_bytes + kv_bytes
-        metadata = Metadata(
-            room.room, self._incarnation, room.prompt_tokens, room.first_token, total_bytes, room.first_logprobs
-        )
-        metadata.pack_into(self._engine.metadata_row(row))
-        row_spans = plan_row(pairing, "metadata", row, room.destination.metadata_slot)
-        return ChunkWrite(np.concatenate([spans, row_spans]), kv_bytes, int(row_spans["length"].sum()))
+        paired, meet = 0, pair if alone else pair_common
+        for rank, target in targets.items():
+            pairing = self._pairings.get(target.incarnation)
+            if pairing is None:
+                pairing = self._pairings[target.incarnation] = meet(self._regions, target.regions)
+                self._of_owner.setdefault(owner, set()).add(target.incarnation)
+            paired += len(pairing.pages)
+            plan_pages(pairing, np.arange(len(pages)), _ids(pages))
+            if rank == LEADER and slot is not None:
+                plan_row(pairing, "metadata", 0, slot)
+        if paired != self._pages:
+            raise TransferError(f"this rank has {self._pages} regions of pages; its targets have {paired} like them")
 
-    def forget(self, incarnation: int) -> None:
-        """The target process has ended."""
-        self._pairings.pop(incarnation, None)
+    def pages(self, sending: Sending, source: Sequence[int], target: Sequence[int]) -> list[RankWrite]:
+        """Write source[i] to target[i] at every target rank; nothing for a rank that gets nothing."""
+        writes = []
+        for rank, peer in sending.targets.items():
+            spans = plan_pages(self._pairings[peer.descriptor.incarnation], _ids(source), _ids(target))
+            writes.append(RankWrite(rank, spans, total_bytes(spans)))
+        return writes
+
+    def with_row(self, sending: Sending, write: RankWrite, row: int, slot: int, metadata: Metadata) -> RankWrite:
+        """The leader's last write to decode's leader: the metadata go with it, in our row `row`."""
+        metadata.pack_into(self._engine.metadata_row(row))
+        pairing = self._pairings[sending.targets[LEADER].descriptor.incarnation]
+        spans = plan_row(pairing, "metadata", row, slot)
+        return RankWrite(LEADER, np.concatenate([write.spans, spans]), write.kv_bytes, total_bytes(spans))
+
+    def forget(self, owner: int) -> None:
+        """That decode has ended."""
+        for incarnation in self._of_owner.pop(owner, ()):
+            self._pairings.pop(incarnation, None)
 
 
 def _ids(pages: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

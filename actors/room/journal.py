@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.protocol.kvpoll import STICKY, KVPoll
+from kvferry.protocol.messages import Released
 
 #: When, what, by which leg, and what more is known of it. Kept as it came, and made readable when somebody asks.
 _Event = tuple[float, str, str, dict[str, Any] | None]
@@ -45,6 +46,12 @@ class Journal:
         if self._events and self._events[-1][1] == QUEUED and self._events[-1][2] == leg:
             self._events.pop()
         self.note(now_s, QUEUED, leg, position=position, offset_s=offset_s)
+
+    def released(self, now_s: float, message: Released) -> None:
+        """Decode's pages came back from quarantine; perhaps long after the room's end."""
+        self.note(
+            now_s, "released", "decode", proof=message.proof, pages=message.pages, quarantined_s=message.quarantined_s
+        )
 
     def poll(self, now_s: float, state: KVPoll) -> None:
         """Write down a change of KVPoll; the same value again changes nothing."""

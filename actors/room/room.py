@@ -24,8 +24,10 @@ from kvferry.protocol.messages import (
     PrefillDone,
     Progress,
     Received,
+    Released,
     UnknownRoom,
 )
+from kvferry.protocol.rank import LEADER
 from kvferry.protocol.room import DECODE, PREFILL, End, Resolve, RoomEvent, RoomMachine, SendLeg
 
 SendTo = Callable[[Address, Message], bool]
@@ -173,6 +175,8 @@ class Room:
         self.journal.kv_bytes += message.kv_bytes
         self.journal.metadata_bytes += message.metadata_bytes
         self._note("drained", PREFILL, rank=message.rank, complete=message.complete, kv_bytes=message.kv_bytes)
+        if message.rank != LEADER:
+            return  # the leader's comes when all ranks have drained
         self._handle(RoomEvent.DRAINED if message.complete else RoomEvent.PREFILL_STOPPED)
 
     def _committed(self, leg: str, _message: Committed) -> None:
@@ -186,6 +190,9 @@ class Room:
     def _abort_acked(self, leg: str, message: AbortAck) -> None:
         self._note("abort acked", leg, rank=message.rank)
         self._stopped(leg)
+
+    def _released(self, leg: str, message: Released) -> None:
+        self.journal.released(self.clock.now_s(), message)
 
     def _unknown(self, leg: str, _message: UnknownRoom) -> None:
         self._note("unknown room", leg)
@@ -255,5 +262,5 @@ class Room:
 HEARD: dict[type[Message], Callable[[Room, str, Any], None]] = {
     Opened: Room._opened, Admitted: Room._admitted, Progress: Room._progress, PrefillDone: Room._prefill_done,
     Received: Room._received, Drained: Room._drained, Committed: Room._committed, Failed: Room._failed,
-    AbortAck: Room._abort_acked, UnknownRoom: Room._unknown,
+    AbortAck: Room._abort_acked, UnknownRoom: Room._unknown, Released: Room._released,
 }  # fmt: skip

@@ -33,10 +33,11 @@ from kvferry.protocol.messages import (
     Opened,
     PrefillDone,
     RegisterDpRank,
+    Released,
     Roster,
     UnknownRoom,
     Watch,
-)  # fmt: skip
+)
 from kvferry.protocol.outcome import Outcome
 from kvferry.protocol.rank import RankInfo
 from kvferry.protocol.request import RequestSpec
@@ -206,10 +207,21 @@ class Router(Actor):
             self._note(guest, peer, message)
             if not guest.room.post(FromLeg(peer, message)):
                 self.network.drop(peer.incarnation)
-            return
+        elif isinstance(message, Released):
+            self._released(message)
+        else:
+            self._stray(peer, message)
+
+    def _stray(self, peer: Address, message: Any) -> None:
         self.counts["messages for unknown rooms"] += 1
         if not isinstance(message, UnknownRoom):
             self.network.send(peer.incarnation, UnknownRoom(message.room, "router"))
+
+    def _released(self, message: Released) -> None:
+        """Late news for the journal of a room that has ended."""
+        journal = self.ended.get(message.room)
+        if journal is not None:
+            journal.released(self.clock.now_s(), message)
 
     def _note(self, guest: Guest, peer: Address, message: Any) -> None:
         """What the choice of later pairs needs to know of a room's progress."""
@@ -289,7 +301,9 @@ class Router(Actor):
         decode: RankInfo,
     ) -> None:  # fmt: skip
         now_s, room_id, legs = self.clock.now_s(), ask.room, (prefill.address, decode.address)
-        machine = RoomMachine(room_id, attempt, spec, *legs, self._limits, now_s, prefill.computes_first)
+        machine = RoomMachine(
+            room_id, attempt, spec, *legs, self._limits, now_s, prefill.computes_first, prefill.members
+        )
         journal = Journal(
             room_id, spec.request, attempt, prefill.instance, decode.instance, self._backend,
             len(spec.fed_ids), now_s,

@@ -16,8 +16,7 @@ import msgspec
 from kvferry.actors.chunks import chunk_of, next_chunk
 from kvferry.actors.decode.decode import Decode
 from kvferry.actors.decode.room import DecodeRoom
-from kvferry.actors.leader import drop
-from kvferry.actors.leg_room import RANK
+from kvferry.actors.leg_room import drop
 from kvferry.actors.load import Recent
 from kvferry.actors.parts import Parts
 from kvferry.actors.settings import DecodeSettings, UnifiedSettings
@@ -37,6 +36,7 @@ from kvferry.protocol.messages import (
     PrefillDone,
     UnknownRoom,
 )
+from kvferry.protocol.rank import LEADER
 from kvferry.protocol.receiver import Ack, ReceiverEvent, ReceiverState
 from kvferry.protocol.room import DECODE, PREFILL
 
@@ -78,24 +78,24 @@ class UnifiedLeader(Decode):
 
     # --- admitted: computed here instead of being received ---
 
-    def _hand_out(self, room: DecodeRoom) -> None:
+    def hand_out(self, room: DecodeRoom) -> None:
         assert room.holding is not None
         self.prefilling.append(room.room)
         room.clocks.wait(Wait.PREFILL, self.clock.now_s())
         self.tell_room(room, Admitted(room.room, len(room.holding.pages)))
 
-    def _abort_writer(self, room: DecodeRoom) -> None:
+    def abort_writers(self, room: DecodeRoom) -> None:
         """The writer is our own forward: with none running, nothing can be written any more."""
         drop(self.prefilling, room.room)
         if not room.machine.stepping:
-            self.act(room, room.machine.rank_drained(RANK, complete=False))
+            self.act(room, room.machine.rank_drained(LEADER, complete=False))
 
     def _quarantine(self, room: DecodeRoom) -> None:
         """No peer has the pages; they stay owned until the forward that names them is done."""
         room.clocks.stop()
         self.batch.leave(room)
 
-    def seek_proof(self, room: DecodeRoom) -> None:
+    def seek_proof(self) -> None:
         """It comes with the end of the forward."""
 
     def _commit(self, room: DecodeRoom) -> None:
@@ -111,7 +111,7 @@ class UnifiedLeader(Decode):
         super().act(room, commands)
         for command in commands:
             if isinstance(command, Ack):
-                self.tell_room(room, AbortAck(room.room, PREFILL, RANK))
+                self.tell_room(room, AbortAck(room.room, PREFILL, LEADER))
 
     # --- the forward ---
 
@@ -151,7 +151,7 @@ class UnifiedLeader(Decode):
         room.computed += tokens
         room.machine.step_ended()
         if room.machine.state is not ReceiverState.RECEIVING:
-            self.act(room, room.machine.rank_drained(RANK, complete=False))
+            self.act(room, room.machine.rank_drained(LEADER, complete=False))
             return
         room.clocks.progress(self.clock.now_s())
         self.tell_room(room, self.progress(room, "computed", chunk=room.chunk, tokens=tokens))
@@ -160,8 +160,8 @@ class UnifiedLeader(Decode):
             drop(self.prefilling, room.room)
             room.first = drawn
             self.tell_room(room, PrefillDone(room.room, room.chunk, self.clock.now_s() - room.opened_s))
-            self.tell_room(room, Drained(room.room, RANK, True))
-            self.act(room, room.machine.rank_received(RANK))
+            self.tell_room(room, Drained(room.room, LEADER, True))
+            self.act(room, room.machine.rank_received(LEADER))
             self.act(room, room.machine.handle(ReceiverEvent.ALL_RECEIVED))
 
     def report_progress(self) -> None:

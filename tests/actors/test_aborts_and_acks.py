@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvferry.actors.actor import FromPeer
-from kvferry.actors.decode.decode import Notified
+from kvferry.actors.decode.arrival import Notified
 from kvferry.actors.settings import ClockSettings, DecodeSettings, FaultSettings, LinkSettings
 from kvferry.engine.contract import StepPlan
 from kvferry.protocol.errors import Cause, KVFerryError
@@ -18,7 +18,7 @@ from kvferry.protocol.sender import SenderEvent
 from kvferry.sim.checkers import Watcher, check_idle
 from kvferry.sim.loop import VirtualClock, run
 from kvferry.sim.system import SimOptions, SimSystem, prefill_cost_s
-from kvferry.transfer.contract import Proofs
+from kvferry.transfer.fake import TCP
 from kvferry.transfer.faulty import FaultyEndpoint
 
 PROMPT = tuple(range(300, 400))
@@ -223,7 +223,7 @@ def test_case_26_the_ack_is_lost(client_of: Any, wait_until: Any) -> None:
 
             prefill.tell_both = lose  # type: ignore[method-assign]
             reading = asyncio.create_task(client.ask(PROMPT, max_tokens=5))
-            await wait_until(lambda: any(room.handles for room in prefill.rooms.values()))
+            await wait_until(lambda: any(room.sending.handles for room in prefill.rooms.values()))
             reading.cancel()
             await wait_until(lambda: bool(told) and not prefill.rooms)
             await asyncio.sleep(30)
@@ -281,12 +281,13 @@ def test_case_26_the_writer_is_replaced_and_its_ack_never_comes(client_of: Any, 
     """
 
     async def main() -> None:
-        async with SimSystem(SimOptions(faults=FaultSettings(delay_ms=300))) as system:
-            system.fabric.proofs = Proofs(drained=True, exited=False, revoked=True)
+        async with SimSystem(SimOptions(faults=FaultSettings(delay_ms=300), proofs=TCP)) as system:
             client = await client_of(system)
             decode = system.decode()
+            decode.writers.shut_out = lambda writer: False  # type: ignore[method-assign]  # the test holds the fence
+            decode.writers.shut_out_of = lambda room, writer: False  # type: ignore[method-assign]
             reading = asyncio.create_task(client.ask(PROMPT, max_tokens=5))
-            await wait_until(lambda: any(room.handles for room in system.prefill().rooms.values()))
+            await wait_until(lambda: any(room.sending.handles for room in system.prefill().rooms.values()))
             (room,) = decode.rooms.values()
             old = system.prefill().network.address
             system.kill("prefill-0")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvferry.actors.actor import FromPeer
-from kvferry.actors.decode.decode import Notified
+from kvferry.actors.decode.arrival import Notified
 from kvferry.actors.settings import DecodeSettings, FaultSettings, PrefillSettings
 from kvferry.protocol.address import Address
 from kvferry.protocol.errors import Cause
@@ -103,7 +103,9 @@ def test_case_8_late_messages_of_an_attempt_that_has_failed(client_of: Any, wait
                 note(prefill, Destination, sent)
             live = client.open(PROMPT, max_tokens=120)
             reading = asyncio.create_task(client.collect(live))
-            await wait_until(lambda: any(room.handles for prefill in prefills for room in prefill.rooms.values()))
+            await wait_until(
+                lambda: any(room.sending.handles for prefill in prefills for room in prefill.rooms.values())
+            )
             (first,) = system.router.guests
             prefill, decode = with_room(system, prefills, first), with_room(system, decodes, first)
             prefill.network.drop(decode.network.address.incarnation)  # both live; this attempt is lost

@@ -103,7 +103,7 @@ def test_a_writer_whose_writes_break_after_decodes_end_was_known_forgets_the_roo
             with pytest.raises(PeerError):
                 await failing
             await asyncio.sleep(1)
-            for handle in room.handles:
+            for handle in room.sending.handles:
                 if not handle.ending:
                     handle.end(WriteResult(WriteOutcome.BROKEN, 0, 0.0, "the endpoint is gone"))
             assert await system.settle(5), (room.machine.state, system.counts())

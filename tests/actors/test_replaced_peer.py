@@ -48,7 +48,7 @@ def test_case_31_the_only_one_is_killed_and_started_again(client_of: Any, wait_u
             streaming = asyncio.create_task(client.collect(running))
             await wait_until(lambda: running.decode is not None)
             moving = asyncio.create_task(client.ask(PROMPT, max_tokens=5))
-            await wait_until(lambda: any(room.handles for room in system.prefill().rooms.values()))
+            await wait_until(lambda: any(room.sending.handles for room in system.prefill().rooms.values()))
             queued = asyncio.create_task(client.ask(PROMPT[::-1], max_tokens=5))
             await asyncio.sleep(0.002)
             system.kill(victim)
@@ -102,7 +102,7 @@ def test_case_32_the_replacement_has_the_same_name_while_the_old_one_still_answe
             client = await client_of(system)
             assert await client.ask(PROMPT[:30], max_tokens=2) == right(system, PROMPT[:30], 2)
             moving = asyncio.create_task(client.ask(PROMPT, max_tokens=5))
-            await wait_until(lambda: any(room.handles for room in system.prefill().rooms.values()))
+            await wait_until(lambda: any(room.sending.handles for room in system.prefill().rooms.values()))
             old, new = second(system, role)
             registry = system.processes["registry"]
             system.network.cut(old.address, registry.address)
@@ -120,17 +120,16 @@ def test_case_32_the_replacement_has_the_same_name_while_the_old_one_still_answe
             assert await client.ask(OTHER, max_tokens=5) == right(system, OTHER, 5)
             assert at.forward.done > 0, "by the new one"  # type: ignore[attr-defined]
             watcher.look()
-            plane = system.prefill()._data_plane
+            ranks = system.prefill()._ranks
             both = {old.address.incarnation, new.address.incarnation}
             if role == "decode":
-                assert set(plane._targets) == set(plane._writer._pairings) == both
+                assert set(ranks._data_plane._peers) == set(ranks._planner._pairings) == both
             system.network.kill(old.address)
             system.processes.pop("old").task.cancel()
-            if old.endpoint is not None:
-                system.fabric.kill(old.endpoint.descriptor().agent)
+            system.fabric.kill(old.address.incarnation)
             await asyncio.sleep(2)
             if role == "decode":
-                assert set(plane._targets) == set(plane._writer._pairings) == {new.address.incarnation}
+                assert set(ranks._data_plane._peers) == set(ranks._planner._pairings) == {new.address.incarnation}
             assert await client.ask(PROMPT, max_tokens=5) == right(system, PROMPT, 5)
             watcher.look()
             all_alive(system)
@@ -148,17 +147,21 @@ def test_case_32_a_destination_of_the_old_memory(client_of: Any, wait_until: Any
         async with SimSystem(SimOptions(links=LINKS)) as system:
             watcher = Watcher(system)
             client = await client_of(system, attempts=1)
-            agent = system.decode()._agent
             assert await client.ask(PROMPT[:30], max_tokens=2) == right(system, PROMPT[:30], 2)
+            writer = system.prefill().network.address.incarnation
+            old = system.decode().writers.descriptors([(writer, 0)])
+            assert old is not None
             system.kill("decode-0")
             new = system.spawn("decode", "decode-0")
             await asyncio.sleep(1)
-            own, system.decode()._agent = system.decode()._agent, agent
+            writers = system.decode().writers
+            descriptors = writers.descriptors
+            writers.descriptors = lambda pairs: old  # type: ignore[method-assign]
             copies = watcher.writes.copies
             with pytest.raises(PeerError, match=r"the destination's agent is of process [0-9a-f]{16}, not decode's"):
                 await client.ask(PROMPT, max_tokens=5)
             assert watcher.writes.copies == copies
-            system.decode()._agent = own
+            writers.descriptors = descriptors  # type: ignore[method-assign]
             assert await client.ask(PROMPT, max_tokens=5) == right(system, PROMPT, 5)
             assert new is system.processes["decode-0"]
             all_alive(system)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 
 import pytest
@@ -92,4 +93,20 @@ async def test_no_such_process_can_be_watched() -> None:
     assert watch.watch(Address("us", "", 2, host_id(), os.getpid()), fired.set) is True
     await asyncio.sleep(0.01)
     assert not fired.is_set()
+    watch.close()
+
+
+async def test_a_watched_process_is_killed_by_its_pidfd_though_it_is_stopped() -> None:
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", "import time; time.sleep(60)")
+    watch, ended = PidfdWatch(), asyncio.Event()
+    address = Address("it", "", 1, host_id(), process.pid)
+    assert watch.watch(address, ended.set) is True
+    process.send_signal(signal.SIGSTOP)
+    watch.kill(Address("another one that had this pid", "", 2, host_id(), process.pid))
+    await asyncio.sleep(0.05)
+    assert not ended.is_set()
+    watch.kill(address)
+    await asyncio.wait_for(ended.wait(), 30)
+    assert await process.wait() == -signal.SIGKILL
+    watch.kill(address)  # late: nobody is hit
     watch.close()

@@ -5,22 +5,27 @@ from typing import Any
 
 import pytest
 
-from kvferry.engine.contract import EngineLimits, Sequence, StepPlan
+from kvferry.engine.contract import EngineLimits, History, Sequence, StepPlan, decode_plan, encode_plan
 from kvferry.engine.scripted import ScriptedEngine, ScriptedTexts
-from kvferry.protocol.rank import Layout
+from kvferry.protocol.rank import Layout, Slice
 from kvferry.protocol.request import Sampling
 
 GREEDY = Sampling(max_tokens=8)
 PROMPT = tuple(range(100, 111))
 
 
-def make(pages: int = 12, sleep: Any = None) -> ScriptedEngine:
+def make(pages: int = 12, sleep: Any = None, part: Slice | None = None) -> ScriptedEngine:
     async def no_sleep(_: float) -> None: ...
 
     layout = Layout("scripted", "1", "float32", page_size=4, layers=2, kv_heads=2, head_dim=2)
     limits = EngineLimits(pages=pages, page_size=4, context_tokens=40, vocab_size=1000)
     return ScriptedEngine(
-        layout, limits, metadata_rows=2, sleep=sleep or no_sleep, cost_s=lambda plan: 0.5 * len(plan.sequences)
+        layout,
+        limits,
+        metadata_rows=2,
+        sleep=sleep or no_sleep,
+        cost_s=lambda plan: 0.5 * len(plan.sequences),
+        part=part,
     )
 
 
@@ -134,3 +139,24 @@ def test_scripted_texts_share_the_stop_rules():
     assert (last.text, last.finish_reason) == ("<5>", "stop")
     stream = ScriptedTexts().stream(Sampling(max_tokens=9, stop=("<5><6>",)))
     assert [stream.push(t) for t in (5, 6)][1].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("parts", [(Slice(0, 1, 0, 2), Slice(1, 1, 0, 2)), (Slice(0, 2, 0, 1), Slice(0, 2, 1, 1))])
+async def test_the_ranks_parts_make_the_tokens_of_the_whole(parts):
+    """Each rank has its slice of the pool only; the leader adds up what all of them have read."""
+    engines = [make(part=part) for part in parts]
+    assert [(r.layer, r.first_head, r.heads) for r in engines[1].regions()[:1]] == [
+        (parts[1].first_layer, parts[1].first_head, parts[1].heads)
+    ]
+    plan = StepPlan(1, (Sequence(1, PROMPT, 0, (3, 1, 2), GREEDY), Sequence(2, (7,), 0, (0,))))
+    results = [await engine.step(plan) for engine in engines]
+    assert [result.drawn for result in results] == [(None, None)] * 2
+    drawn, none = engines[0].combine(plan, results[0], [results[1].part]).drawn
+    assert none is None and (drawn.token_id,) == make().expected_tokens(PROMPT, 1)
+    assert engines[0].combine(plan, results[0], [results[0].part]).drawn[0] != drawn, "the other rank's part matters"
+
+
+async def test_a_plan_survives_the_wire():
+    sampling = Sampling(4, presence_penalty=0.5)
+    plan = StepPlan(3, (Sequence(1, (1, 2), 0, (3,), sampling, History((1,), (2,))), Sequence(2, (5,), 9, (1, 0))))
+    assert decode_plan(encode_plan(plan)) == plan

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvferry.protocol import instance as i
 from kvferry.protocol import messages as m
 from kvferry.protocol.address import Address
 from kvferry.protocol.errors import Cause
@@ -22,7 +23,7 @@ from kvferry.protocol.metadata import (
     decode_notification,
     encode_notification,
 )
-from kvferry.protocol.rank import Layout, RankInfo
+from kvferry.protocol.rank import Layout, Member, RankInfo, Slice
 from kvferry.protocol.request import RequestSpec, Sampling
 
 HERE = Address("front-0", "tcp://127.0.0.1:9", 1 << 63, "host", 12)
@@ -32,10 +33,13 @@ INNER = Cause("peer_lost", "gone", leg="decode", rank=0, peer="decode-0", room=5
 CAUSE = Cause("handoff_failed", "no", param="messages", because=INNER)
 LAYOUT = Layout("model", "rev", "float32", 16, 30, 3, 64)
 INFO = RankInfo("prefill-0", "prefill", HERE, LAYOUT, pages=640, max_prompt_tokens=2048, max_total_tokens=2048)
+MEMBERS = (Member(0, HERE, Slice(0, 15, 0, 3)), Member(1, HERE, Slice(15, 15, 0, 3)))
+LEADER = msgspec.structs.replace(INFO, pp_size=2, members=MEMBERS)
 
 EXAMPLES: list[m.Message] = [
     m.OpenPrefill(5, 1, SPEC, HERE),
     m.OpenDecode(5, 1, SPEC, HERE),
+    m.OpenDecode(5, 1, SPEC, HERE, MEMBERS),
     m.Opened(5, "prefill"),
     m.Admitted(5, 9),
     m.Progress(5, "prefill", "computed", position=2, step=3, chunk=4, tokens=5, kv_bytes=6, offset_s=0.25),
@@ -48,8 +52,13 @@ EXAMPLES: list[m.Message] = [
     m.AbortAck(5, "prefill", 1),
     m.UnknownRoom(5, "router"),
     m.Destination(5, (7, 0, 3), 0, 2, b"\x00\xff", 1, (0, 1)),
+    m.Destination(5, (7, 0, 3), 0, 2, b"\x00\xff", 1, (0, 1), (m.Way(1, 0, b"\x01"),)),
     m.AbortTransfer(5, CAUSE),
     m.Drained(5, 0, True, kv_bytes=1 << 40, metadata_bytes=256),
+    m.Drained(5, 1, False, cause=CAUSE),
+    m.Reconcile((5, 1 << 62)),
+    m.Draining(5, 0, broken=True),
+    m.Released(5, "drained and revoked", 13, 2.5),
     m.TokenBatch("decode", (m.Token(1, 0, 5, 0, 42, "é", "stop"), m.Token(1, 0, 5, 1, 43, ""))),
     m.Stop(1, 0, 5),
     m.TokenBatch("decode", (m.Token(1, 0, 5, 0, 42, "", "", m.Logprobs(-0.25, ((42, -0.25), (7, -1.5)))),)),
@@ -57,18 +66,37 @@ EXAMPLES: list[m.Message] = [
     m.Load("prefill", queued_tokens=900, tokens_per_s=321.5),
     m.Load("decode", waiting=1, running=2, free_pages=3, total_pages=64, free_places=4, place_s=1.5),
     m.Register(INFO),
+    m.Register(LEADER),
     m.Registered(3),
     m.RegistrationRefused("held", True),
     m.RegisterDpRank(5, 1, "prefill-0"),
     m.Watch("router-0"),
+    m.OverBudget("prefill-0", 1 << 63, 13, 301.5),
     m.Roster(4, (INFO,), False, ("decode: 0 of 1 instances are complete",)),
+    i.Join(INFO),
+    i.Joined(1),
+    i.RunStep(b"\x93"),
+    i.Stepped(7, b"\xff"),
+    i.WriteTo(5, HERE, (7, 0, 3), (0, 1), (b"\x00", b"\x01")),
+    i.WriteChunk(5, 2, 4, (9, 1), last=True),
+    i.Wrote(5, 2, False, kv_bytes=1 << 40, error="gone"),
+    i.CancelRoom(5, CAUSE),
+    i.RankFailed(5, CAUSE),
+    i.ConfirmAbort(5, CAUSE),
+    i.AbortConfirmed(5),
+    i.Accept(1 << 63, 4),
+    i.Accepted(1 << 63, 4, b"\x00"),
+    i.Revoke(1 << 63),
+    i.RevokedAt(1 << 63, -1),
+    i.Expect(-1),
+    i.Arrived(5, 1, 1 << 63),
 ]
 
 #: The wire as it is. A line that has to change here breaks every peer that runs the version before, unless the
 #: change is a new field at the end, with a default (shown by "=").
 WIRE = {
     "OpenPrefill": "room attempt spec decode",
-    "OpenDecode": "room attempt spec prefill",
+    "OpenDecode": "room attempt spec prefill sources=",
     "Opened": "room leg front_link=",
     "Admitted": "room pages",
     "Progress": "room leg event position= step= chunk= tokens= kv_bytes= offset_s=",
@@ -79,9 +107,12 @@ WIRE = {
     "Abort": "room cause stop_running=",
     "AbortAck": "room leg rank=",
     "UnknownRoom": "room leg=",
-    "Destination": "room pages prefix_tokens metadata_slot agent generation required_acks",
+    "Destination": "room pages prefix_tokens metadata_slot agent generation required_acks ways=",
     "AbortTransfer": "room cause",
-    "Drained": "room rank complete kv_bytes= metadata_bytes=",
+    "Drained": "room rank complete kv_bytes= metadata_bytes= cause=",
+    "Reconcile": "rooms",
+    "Draining": "room rank broken=",
+    "Released": "room proof pages quarantined_s",
     "TokenBatch": "leg tokens",
     "Stop": "request attempt room",
     "Retracted": "request attempt room next_index",
@@ -91,7 +122,25 @@ WIRE = {
     "RegistrationRefused": "reason retry",
     "RegisterDpRank": "room dp_rank instance",
     "Watch": "name",
+    "OverBudget": "instance incarnation pages quarantined_s",
     "Roster": "version ranks ready missing=",
+    "Join": "info",
+    "Joined": "rank",
+    "RunStep": "plan",
+    "Stepped": "step part=",
+    "WriteTo": "room owner pages targets agents",
+    "WriteChunk": "room chunk first pages last=",
+    "Wrote": "room chunk flushed kv_bytes= error=",
+    "CancelRoom": "room cause",
+    "RankFailed": "room cause",
+    "ConfirmAbort": "room cause",
+    "AbortConfirmed": "room",
+    "Accept": "writer turn",
+    "Accepted": "writer turn agent error=",
+    "Revoke": "writer",
+    "RevokedAt": "writer generation",
+    "Expect": "change",
+    "Arrived": "room source incarnation",
 }
 PARTS = {
     Address: "name endpoint incarnation host pid",
@@ -102,7 +151,10 @@ PARTS = {
     m.Token: "request attempt room index token_id text finish_reason= logprobs=",
     Layout: "model revision dtype page_size layers kv_heads head_dim policy=",
     RankInfo: "instance role address layout dp_rank= dp_size= cp_rank= cp_size= tp_rank= tp_size= pp_rank= pp_size= "
-    "pages= max_prompt_tokens= max_total_tokens= draining=",
+    "pages= max_prompt_tokens= max_total_tokens= draining= members=",
+    m.Way: "source target agent",
+    Member: "rank address slice",
+    Slice: "first_layer layers first_head heads",
     Cause: "code message leg= rank= peer= room= state= elapsed_s= param= because=",
     Notification: "room rank incarnation",
 }

@@ -19,7 +19,6 @@ from kvferry.protocol.receiver import (
     LeaveBatch,
     LineUp,
     NoteReceived,
-    Quarantine,
     ReceiverCommand,
     ReceiverEvent,
     ReceiverMachine,
@@ -44,7 +43,6 @@ class Driver:
         self.machine = ReceiverMachine({rank: PROCESSES[rank] for rank in self.ranks}, computes_first)
         self.acked: set[int] = set()
         self.gone: set[int] = set()  # ranks whose process has ended, or whose way here has
-        self.unknown = False
         self.running = False  # a forward names the pages
         self.log: list[ReceiverCommand] = []
 
@@ -59,7 +57,7 @@ class Driver:
                 assert not self.failed and HandOut() in self.log and self.acked >= self.ranks
             if command == Release():
                 assert not self.running
-                proven = HandOut() not in self.log or self.acked | self.gone >= self.ranks or self.unknown
+                proven = HandOut() not in self.log or self.acked | self.gone >= self.ranks
                 assert proven, "released without proof"
 
     @property
@@ -68,16 +66,18 @@ class Driver:
 
     @property
     def failed(self) -> bool:
-        return any(isinstance(command, Report | AbortWriter | Quarantine) for command in self.log)
+        return any(isinstance(command, Report | AbortWriter) for command in self.log)
 
     def handle(self, event: ReceiverEvent) -> None:
         if event in (V.PREFILL_EXITED, V.REVOKED):
             for rank in sorted(self.ranks):
                 self.ends(rank, event)
-        if self.over or event in (V.PREFILL_EXITED, V.REVOKED):
+        if event is V.UNKNOWN:
+            for rank in sorted(self.ranks):
+                self.unknown(rank)
+        if self.over or event in (V.PREFILL_EXITED, V.REVOKED, V.UNKNOWN):
             return
-        self.unknown |= event is V.UNKNOWN
-        cause = WHY if event in (*TOLD, *FOUND, V.UNKNOWN, V.CHECK_FAILED) else None
+        cause = WHY if event in (*TOLD, *FOUND, V.CHECK_FAILED) else None
         self.take(self.machine.kvpoll, self.machine.handle(event, cause))
 
     def ends(self, rank: int, event: ReceiverEvent) -> None:
@@ -105,6 +105,11 @@ class Driver:
         if rank in self.ranks and not self.over:
             self.acked.add(rank)
             self.take(self.machine.kvpoll, self.machine.rank_drained(rank, complete, WHY))
+
+    def unknown(self, rank: int) -> None:
+        if rank in self.ranks and not self.over:
+            self.acked.add(rank)
+            self.take(self.machine.kvpoll, self.machine.rank_unknown(rank, WHY))
 
     def start_step(self) -> None:
         if self.machine.state is S.RUNNING and not self.running:
@@ -198,13 +203,21 @@ def test_a_room_that_fails_under_a_living_writer_waits_for_every_ack(event: Rece
 def test_the_writers_end_or_ignorance_is_proof(proof: ReceiverEvent) -> None:
     driver = receiving(2)
     driver.handle(V.PREFILL_LOST)
-    assert driver.log == [HandOut(), Report(WHY), Quarantine()]
+    assert driver.log == [HandOut(), Report(WHY), AbortWriter()]
     driver.handle(proof)
     assert driver.over
     at_once = receiving(2)
     at_once.handle(proof)
-    stops = AbortWriter() if proof is V.REVOKED else Quarantine()  # a revoked writer lives, and should stop
-    assert at_once.log == [HandOut(), Report(WHY), stops, Release()]
+    assert at_once.log == [HandOut(), Report(WHY), AbortWriter(), Release()], "the second rank is told of the first's"
+
+
+def test_one_ranks_ignorance_says_nothing_about_another_rank() -> None:
+    """A follower may not have been told of the room yet, or may have forgotten it, while its leader writes."""
+    driver = receiving(2)
+    driver.unknown(1)
+    assert driver.machine.state is S.RELEASING and not driver.over and driver.machine.unproven == [0]
+    driver.drained(0, complete=False)
+    assert driver.over
 
 
 def test_each_rank_needs_a_proof_of_its_own() -> None:
@@ -224,7 +237,7 @@ def test_each_rank_needs_a_proof_of_its_own() -> None:
 def test_a_short_drain_fails_the_room_and_is_its_proof() -> None:
     driver = receiving()
     driver.drained(0, complete=False)
-    assert driver.log == [HandOut(), Report(WHY), Quarantine(), Release()]
+    assert driver.log == [HandOut(), Report(WHY), AbortWriter(), Release()]
 
 
 def test_a_full_drain_without_the_notification_commits_nothing() -> None:
@@ -347,3 +360,13 @@ def test_a_local_illegal_event_raises_and_changes_nothing(
         with pytest.raises(IllegalEvent, match=event.name):
             machine.handle(event, WHY)
         assert before == (machine.state, machine.cause, set(machine.acks), dict(machine.counts))
+
+
+def test_a_destination_that_never_left_needs_nobodys_proof() -> None:
+    machine = ReceiverMachine(dict(enumerate(PROCESSES)))
+    machine.handle(V.ADMIT)
+    assert machine.never_given() == [] and machine.state is S.RECEIVING, "it may still leave"
+    assert machine.not_quiet == set(PROCESSES)
+    machine.handle(V.ABORT, WHY)
+    assert machine.not_quiet == set(PROCESSES)
+    assert machine.never_given() == [Release()] and machine.state is S.ENDED

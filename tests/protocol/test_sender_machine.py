@@ -87,7 +87,8 @@ class Driver:
 
     def handle(self, event: SenderEvent) -> None:
         if not self.over:
-            self.exited |= event is V.DECODE_EXITED
+            no_need = event is V.UNKNOWN and self.machine.state is S.BROKEN  # decode has had another proof
+            self.exited |= event is V.DECODE_EXITED or no_need
             self.take(self.machine.kvpoll, self.machine.handle(event, WHY if event in (*TOLD, *FOUND) else None))
 
     def reserve(self) -> None:
@@ -254,7 +255,8 @@ def test_a_room_that_computes_drains_first(event: SenderEvent, running: bool, wr
     assert driver.log == [*head, Release()], "a result that comes after the abort is not written"
 
 
-def test_a_broken_write_says_no_drained_until_decode_has_ended() -> None:
+@pytest.mark.parametrize("end", [V.DECODE_EXITED, V.UNKNOWN])
+def test_a_broken_write_says_no_drained_until_decode_has_ended_or_needs_none(end: SenderEvent) -> None:
     driver = computing()
     driver.start_step()
     driver.end_step()
@@ -263,8 +265,22 @@ def test_a_broken_write_says_no_drained_until_decode_has_ended() -> None:
     for event in (V.ABORT, V.ABORT_TRANSFER, V.DECODE_LOST, V.EXPIRED, V.STOP, V.DESTINATION):
         driver.handle(event)
     assert not driver.over
-    driver.handle(V.DECODE_EXITED)
+    driver.handle(end)
     assert driver.log[-1] == Release()
+
+
+def test_that_decode_does_not_know_the_room_is_news_only_where_a_write_broke() -> None:
+    driver = computing()
+    driver.start_step()
+    driver.end_step()
+    before = list(driver.log)
+    driver.handle(V.UNKNOWN)
+    assert driver.log == before and driver.machine.state is S.COMPUTING
+    driver.handle(V.ABORT)
+    driver.handle(V.UNKNOWN)
+    assert driver.machine.state is S.DRAINING, "its own write still reads the pages"
+    driver.end_write()
+    assert driver.over
 
 
 @pytest.mark.parametrize("first", [V.DECODE_LOST, V.DECODE_EXITED])

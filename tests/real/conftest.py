@@ -48,3 +48,9 @@ def at_baseline(status: dict[str, Any]) -> bool:
 def server() -> Iterator[Server]:
     with Server() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def server_class() -> type[Server]:
+    """For tests whose server has a configuration of its own."""
+    return Server

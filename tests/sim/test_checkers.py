@@ -37,7 +37,7 @@ async def receiving(system: SimSystem) -> asyncio.Task[Any]:
     await links.start(Silent())
     spec = RequestSpec(1, PROMPT, Sampling(max_tokens=5), links.address)
     call = asyncio.create_task(system.router.submit(spec, 0))
-    while not any(room.handles for room in system.prefill().rooms.values()):
+    while not any(room.sending.handles for room in system.prefill().rooms.values()):
         await asyncio.sleep(0.001)
     return call
 

@@ -45,6 +45,7 @@ from kvferry.sim.chaos import Chaos, Weights
 from kvferry.sim.checkers import Broken, Watcher, check_idle
 from kvferry.sim.loop import VirtualClock, run
 from kvferry.sim.system import SimOptions, SimSystem
+from kvferry.transfer.fake import HOST, TCP
 
 SEEDS = range(24)
 FAULTS = (0, 1, 1, 2, 3)
@@ -100,11 +101,16 @@ class Record:
 def options_of(random: Random, seed: int) -> SimOptions:
     """Two routers, and pools that hold a few requests each; some with pools that scale."""
     sizes: dict[str, Any] = {"chunk_tokens": random.choice([16, 32]), "batch_tokens": random.choice([32, 64])}
+    tp = random.choice([1, 1, 1, 2])
     return SimOptions(
         seed=seed,
-        prefill=PrefillSettings(instances=random.randint(2, 3), pool_pages=random.randint(16, 40), **sizes),
+        prefill=PrefillSettings(
+            instances=random.randint(2, 3), pool_pages=random.randint(16, 40), pp=random.choice([1, 1, 2]), tp=tp,
+            **sizes,
+        ),
         decode=DecodeSettings(
-            instances=random.randint(2, 3), pool_pages=random.randint(15, 30), max_running=random.randint(3, 8)
+            instances=random.randint(2, 3), pool_pages=random.randint(15, 30), max_running=random.randint(3, 8),
+            pp=random.choice([1, 1, 2]), tp=tp,
         ),
         unified=UnifiedSettings(
             instances=random.choice([0, 0, 1]), pool_pages=random.randint(16, 40), max_running=random.randint(3, 8),
@@ -118,6 +124,7 @@ def options_of(random: Random, seed: int) -> SimOptions:
         clocks=CLOCKS,
         links=LINKS,
         faults=FaultSettings(delay_ms=random.choice([0, 5, 60])),
+        proofs=random.choice([HOST, TCP]),
         keep=random.random() < 0.3,
         drain_s=random.choice([0.0, 0.5, 5.0]),
         start_s=random.choice([0.0, 2.0]),

@@ -1,8 +1,8 @@
-"""A target in a process of its own: `python peer_process.py TRANSPORTS INCARNATION SEED`.
+"""A target in a process of its own: `python peer_process.py TRANSPORTS INCARNATION SEED WRITER`.
 
-Prints its descriptor in hex. At each notification, a JSON list [source pages, target pages], it compares its
-memory, byte by byte, with what a source filled from SEED must have put there, and prints "right" or "wrong".
-Ends when its standard input does.
+Prints its descriptor for that writer in hex. At each notification, a JSON list [source pages, target pages], it
+compares its memory, byte by byte, with what a source filled from SEED must have put there, and prints "right" or
+"wrong". Ends when its standard input does.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ def verdict(memory, source, payload):
     return "right"
 
 
-async def main(transports, incarnation, seed):
+async def main(transports, incarnation, seed, writer):
     memory, source, loop = Memory(), Memory(seed), asyncio.get_running_loop()
     endpoint = UcxEndpoint(
         regions=memory.regions,
@@ -38,7 +38,7 @@ async def main(transports, incarnation, seed):
         transports=transports,
     )
     endpoint.expect(+1)
-    print(encode_descriptor(endpoint.descriptor()).hex(), flush=True)
+    print(encode_descriptor(await endpoint.accept(writer)).hex(), flush=True)
     ended = loop.create_future()
     loop.add_reader(sys.stdin.fileno(), ended.set_result, None)
     await ended
@@ -47,4 +47,4 @@ async def main(transports, incarnation, seed):
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
+    asyncio.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])))

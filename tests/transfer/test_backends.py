@@ -38,7 +38,7 @@ def make(settings, tools, host="127.0.0.1"):
 async def test_ucx_and_its_faults(tools, no_survivors, faults, kind):
     endpoint = make(TransferSettings(faults=faults), tools)
     assert isinstance(endpoint, kind) and endpoint.backend == "ucx"
-    assert endpoint.descriptor().agent == "kvferry-0000000000000007-0"
+    assert (await endpoint.accept(1)).agent == "kvferry-0000000000000007-0"
     await endpoint.close()
 
 

@@ -17,7 +17,7 @@ async def ends(request, make_site, tools):
     source = await make_site(request.param, 0x51, tools.Memory(seed=1))
     target = await make_site(request.param, 0x52, tools.Memory())
     target.endpoint.expect(+1)
-    descriptor = decode_descriptor(encode_descriptor(target.endpoint.descriptor()))
+    descriptor = decode_descriptor(encode_descriptor(await target.endpoint.accept(0x51)))
     return source, target, await source.endpoint.connect(descriptor)
 
 
@@ -46,7 +46,8 @@ async def test_scattered_pages_and_a_row_lie_there_when_the_notification_comes(e
 
     assert result.outcome is WriteOutcome.FLUSHED and handle.result is result
     assert result.size_bytes == 64 * 6 * 4096 + 64 and result.wire_s >= 0
-    assert target.notes == [(source.endpoint.descriptor().agent, b"all of it")]
+    ((agent, payload),) = target.notes
+    assert f"{0x51:016x}" in agent and payload == b"all of it"
     for index in range(6):
         expected = np.zeros_like(target.memory.pages(index))
         expected[target_pages] = source.memory.pages(index)[source_pages]
@@ -88,9 +89,9 @@ async def test_on_end_is_not_called_from_within_write_or_cancel(ends, tools):
 
 async def test_connect_is_idempotent_and_refuses_what_it_can_not_reach(ends):
     source, target, peer = ends
-    assert await source.endpoint.connect(target.endpoint.descriptor()) is peer
+    assert await source.endpoint.connect(await target.endpoint.accept(0x51)) is peer
     with pytest.raises(TransferError):
-        await source.endpoint.connect(source.endpoint.descriptor())
+        await source.endpoint.connect(await source.endpoint.accept(0x51))
 
 
 async def test_a_span_outside_a_region_posts_nothing(ends, tools):
@@ -132,7 +133,7 @@ async def test_disconnect_breaks_what_is_unfinished(ends, tools):
     late = tools.Outcome()
     source.endpoint.write(peer, long_spans(ROUND), late)
     assert (await late).outcome is WriteOutcome.BROKEN
-    again, outcome = await source.endpoint.connect(target.endpoint.descriptor()), tools.Outcome()
+    again, outcome = await source.endpoint.connect(await target.endpoint.accept(0x51)), tools.Outcome()
     source.endpoint.write(again, long_spans(ROUND), outcome)
     assert (await outcome).outcome is WriteOutcome.FLUSHED
 
@@ -166,7 +167,7 @@ async def test_two_sources_write_to_one_target(ends, make_site, request, tools):
     source, target, peer = ends
     kind = request.node.callspec.params["ends"]
     other = await make_site(kind, 0x53, tools.Memory(seed=9))
-    second = await other.endpoint.connect(target.endpoint.descriptor())
+    second = await other.endpoint.connect(await target.endpoint.accept(0x53))
     outcomes = [tools.Outcome() for _ in range(2)]
     source.endpoint.write(peer, make_spans(0, 0, 0, 0, [40 * 4096]), outcomes[0])
     other.endpoint.write(second, make_spans(0, 0, 0, 40 * 4096, [40 * 4096]), outcomes[1])
@@ -174,8 +175,8 @@ async def test_two_sources_write_to_one_target(ends, make_site, request, tools):
     source.endpoint.notify(peer, b"1")
     other.endpoint.notify(second, b"2")
     await tools.soon(lambda: len(target.notes) == 2)
-    agents = [site.endpoint.descriptor().agent for site in (source, other)]
-    assert sorted(target.notes) == [(agents[0], b"1"), (agents[1], b"2")]
+    assert [payload for _, payload in sorted(target.notes)] == [b"1", b"2"]
+    assert all(f"{number:016x}" in agent for number, (agent, _) in zip((0x51, 0x53), sorted(target.notes), strict=True))
     assert np.array_equal(target.memory.arrays[0][: 40 * 4096], source.memory.arrays[0][: 40 * 4096])
     assert np.array_equal(target.memory.arrays[0][40 * 4096 :], other.memory.arrays[0][: 40 * 4096])
 
@@ -190,7 +191,7 @@ async def test_a_descriptor_of_another_backend_is_refused(make_site, tools):
         (host, tcp, "transports are 'tcp' there, 'host' here"),
     ):
         with pytest.raises(TransferError, match=words):
-            await here.endpoint.connect(there.endpoint.descriptor())
+            await here.endpoint.connect(await there.endpoint.accept(1))
 
 
 async def test_what_is_not_a_descriptor_is_refused():
@@ -204,3 +205,36 @@ async def test_proofs_are_those_of_the_transport(make_site, tools):
         endpoint = (await make_site(kind, number, tools.Memory())).endpoint
         proofs[kind] = (endpoint.proofs.drained, endpoint.proofs.exited, endpoint.proofs.revoked)
     assert proofs == {"ucx-host": (True, True, False), "ucx-tcp": (True, False, True)}
+
+
+async def test_each_writer_has_a_descriptor_of_its_own_until_it_is_revoked(ends):
+    _, target, _ = ends
+    first, other = await target.endpoint.accept(0x51), await target.endpoint.accept(0x53)
+    assert first == await target.endpoint.accept(0x51) and first.agent != other.agent
+    assert first.incarnation == other.incarnation == 0x52 and first.generation != other.generation
+    proof = await target.endpoint.revoke(0x51)
+    again = await target.endpoint.accept(0x51)
+    assert again.agent not in (first.agent, other.agent)
+    if target.endpoint.proofs.revoked:
+        assert (proof.writer, proof.generation) == (0x51, first.generation)
+    else:
+        assert proof is None
+    assert await target.endpoint.accept(0x53) == other
+    assert await target.endpoint.revoke(0x54) is None  # it never had one
+
+
+async def test_revoking_one_writer_breaks_its_writes_and_nobody_elses(ends, make_site, request, tools):
+    source, target, peer = ends
+    other = await make_site(request.node.callspec.params["ends"], 0x53, tools.Memory(seed=9))
+    second = await other.endpoint.connect(await target.endpoint.accept(0x53))
+    outcomes = [tools.Outcome() for _ in range(3)]
+    source.endpoint.write(peer, long_spans(ROUND), outcomes[0])
+    await outcomes[0]
+    source.endpoint.write(peer, long_spans(512 * ROUND), outcomes[1])
+    other.endpoint.write(second, long_spans(8 * ROUND), outcomes[2])
+    await target.endpoint.revoke(0x51)
+    broken, right = await outcomes[1], await outcomes[2]
+    assert broken.outcome is WriteOutcome.BROKEN and broken.error and right.outcome is WriteOutcome.FLUSHED
+    again = tools.Outcome()
+    source.endpoint.write(await source.endpoint.connect(await target.endpoint.accept(0x51)), long_spans(ROUND), again)
+    assert (await again).outcome is WriteOutcome.FLUSHED

@@ -53,7 +53,8 @@ class Bench:
         self.ended = []
 
     async def connect(self):
-        self.peer = await self.endpoint.connect(self.target.endpoint.descriptor())
+        self.descriptor = await self.target.endpoint.accept(1)
+        self.peer = await self.endpoint.connect(self.descriptor)
         return self
 
     def write(self, name):
@@ -138,13 +139,13 @@ async def test_disconnect_and_close_end_held_writes_broken(tools):
 
 async def test_a_fake_endpoint_that_is_killed_breaks_its_peers_writes_and_says_nothing_itself(tools):
     bench = await Bench(tools, delay_s=0, stall_after=-1).connect()
-    back = await bench.target.endpoint.connect(bench.endpoint.descriptor())
+    back = await bench.target.endpoint.connect(await bench.endpoint.accept(2))
     own = bench.target.endpoint.write(back, make_spans(0, 0, 0, 0, [4096]), lambda result: pytest.fail("it is dead"))
     handle = bench.write("a")
     await bench.clock.advance(0.5)
-    bench.fabric.kill(bench.target.endpoint.descriptor().agent)
+    bench.fabric.kill(2)
     await bench.clock.advance(5)
     assert handle.result.outcome is WriteOutcome.BROKEN and own.result is None
     assert not bench.target.memory.arrays[0].any()
     with pytest.raises(TransferError, match="no such agent"):
-        await bench.connect()
+        await bench.endpoint.connect(bench.descriptor)

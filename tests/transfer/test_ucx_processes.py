@@ -30,6 +30,7 @@ async def start_target(make_site):
             transports,
             str(incarnation),
             str(SEED),
+            str(0xA),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
@@ -81,7 +82,7 @@ async def test_64_scattered_pages_are_right_when_the_notification_comes(source, 
     assert (result.outcome, result.size_bytes) == (WriteOutcome.FLUSHED, 64 * 6 * 4096)
     source.endpoint.notify(peer, json.dumps([source_pages.tolist(), target_pages.tolist()]).encode())
     answer = await asyncio.wait_for(process.stdout.readline(), 60)
-    assert answer.decode().split() == ["right", "kvferry-000000000000000a-0"]
+    assert answer.decode().split() == ["right", peer.agent.name]
     process.stdin.close()
     assert await process.wait() == 0
 
@@ -141,18 +142,24 @@ async def test_over_tcp_a_cancelled_write_to_a_stopped_target_ends_only_when_it_
 
 
 @pytest.mark.parametrize("transports", ["tcp"], indirect=True)
-async def test_over_tcp_disconnect_and_close_do_not_wait_for_a_stopped_target(source, start_target, transports, tools):
+async def test_over_tcp_nothing_reads_the_source_of_a_stopped_target_after_disconnect(
+    source, start_target, transports, tools
+):
+    """The write would be under way for ever: without its agent it has ended, and its pages can be used again."""
     process, descriptor = await start_target(transports, 0xB)
     peer = await source.endpoint.connect(descriptor)
     await warm(source, peer, tools)
     process.send_signal(signal.SIGSTOP)
-    outcome = tools.Outcome()
+    outcome, other = tools.Outcome(), tools.Outcome()
     source.endpoint.write(peer, huge(), outcome)
     await asyncio.sleep(0.1)
     await source.endpoint.disconnect(peer)
-    await asyncio.sleep(0.1)
-    assert not outcome.future.done()  # its bytes are under way, so the source pages are not free
-    with pytest.raises(TransferError, match="have not ended"):
-        await source.endpoint.connect(descriptor)
-    await source.endpoint.close()
     assert (await outcome).outcome is WriteOutcome.BROKEN
+    _, second = await start_target(transports, 0xC)
+    source.endpoint.write(await source.endpoint.connect(second), huge(1), other)
+    assert (await other).outcome is WriteOutcome.FLUSHED
+    left = tools.Outcome()
+    source.endpoint.write(await source.endpoint.connect(descriptor), huge(), left)
+    await asyncio.sleep(0.1)
+    await source.endpoint.close()
+    assert (await left).outcome is WriteOutcome.BROKEN

@@ -55,6 +55,9 @@ RANGES: dict[str, Range] = {
     "decode.max_running": Range(1, 4096),
     "decode.max_rooms": Range(1, 65_536),
     "decode.threads": Range(1, 1024),
+    "decode.revoke_after_s": _SECONDS,
+    "decode.quarantine_budget": Range(0, 1, "of the pool"),
+    "decode.quarantine_s": _SECONDS,
     "unified.instances": Range(0, 64),
     "unified.pool_pages": _POOL,
     "unified.chunk_tokens": Range(1, 65_536, "tokens"),
@@ -72,6 +75,7 @@ RANGES: dict[str, Range] = {
     "transfer.batch_bytes": Range(4096, 2**30, "bytes"),
     "transfer.poll_busy_ms": Range(0, 1000, "ms"),
     "transfer.poll_idle_ms": Range(0, 1000, "ms", open_low=True),
+    "transfer.max_agents": Range(2, 65_536),
     "transfer.faults.delay_ms": Range(0, 600_000, "ms"),
     "transfer.faults.stall_after": Range(-1, 2**31 - 1, "writes (-1: never)"),
     "clocks.prefill_wait_s": _SECONDS,
@@ -106,7 +110,9 @@ HIDDEN = "(hidden)"
 #: The only values of this version.
 CHOICES: dict[str, tuple[object, ...]] = {
     "prefill.tp": (1,),
+    "prefill.pp": (1,),
     "decode.tp": (1,),
+    "decode.pp": (1,),
     "router.policy": ("predicted", "power_of_two", "round_robin", "random"),
     "router.dp_choice": ("follow_bootstrap_room", "load"),
     "transfer.policy": (EARLY, PREFILL_COMPLETE),

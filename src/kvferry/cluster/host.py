@@ -22,7 +22,12 @@ log = logging.getLogger("kvferry.host")
 REPORT_TIMEOUT_S = 5.0
 
 #: Methods of the actors that may be called through Ray.
-CALLS = frozenset({"submit", "journal", "status", "roster", "start_failed", "want", "drain", "drained"})
+CALLS = frozenset(
+    {
+        "submit", "journal", "status", "roster", "start_failed", "want", "over_budget", "drain", "drained",
+        "end_writer",
+    }
+)  # fmt: skip
 
 
 class Host:

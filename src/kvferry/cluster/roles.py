@@ -96,7 +96,7 @@ async def _leader(role: str, name: str, config: Config, network: Network, resolv
     loaded, engine = await asyncio.to_thread(load_engine, config, *sizes)
     texts = TokenizerTexts(loaded.tokenizer, loaded.eos_token_ids)
     inbox = Inbox()
-    endpoint: Endpoint = Nowhere(network.address.incarnation)
+    endpoint: Endpoint = Nowhere()
     if role != "unified":
         endpoint = await _endpoint(config, engine, network, inbox)
     info = _rank_info(role, name, config, network.address, engine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import msgspec
@@ -60,11 +61,20 @@ class Drawn(msgspec.Struct, frozen=True):
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """`drawn[i]` belongs to `plan.sequences[i]`; None where nothing was to be sampled."""
+    """`drawn[i]` belongs to `plan.sequences[i]`; None where nothing was to be sampled.
+
+    `part`: what this rank has worked out of a result that takes all ranks (see `Combine`), and no token is drawn yet.
+    """
 
     step: int
     drawn: tuple[Drawn | None, ...]
     compute_s: float
+    part: bytes = b""
+
+
+#: The leader's result of a forward out of its own and the other ranks' parts, where the engines don't exchange them
+#: among themselves.
+Combine = Callable[[StepPlan, StepResult, Iterable[bytes]], StepResult]
 
 
 class EngineLimits(msgspec.Struct, frozen=True):
@@ -122,3 +132,17 @@ class TextFactory(Protocol):
     def stream(self, sampling: Sampling, before: tuple[int, ...] = ()) -> TextStream:
         """A stream that has taken the tokens `before` (of earlier attempts) already; what they showed is shown."""
         ...
+
+
+_plans = msgspec.msgpack.Encoder()
+_plan_decoder = msgspec.msgpack.Decoder(StepPlan)
+
+
+def encode_plan(plan: StepPlan) -> bytes:
+    """Wire form, for an instance's other ranks."""
+    return _plans.encode(plan)
+
+
+def decode_plan(data: bytes) -> StepPlan:
+    """Raises msgspec.DecodeError when `data` is not a plan."""
+    return _plan_decoder.decode(data)

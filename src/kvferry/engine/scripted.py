@@ -1,14 +1,19 @@
 """An engine without a model, for simulations: real memory, and tokens that depend on every byte of it.
 
 Each fed token fills its slot in every K and V page with words that tell the token, the position, the layer and the
-part; the next token is a hash of all slots as they are *read* from the pages in the order of the block table. So KV
-that was lost, mixed up, cut short or written by a stranger changes the tokens. Where the sampling looks back, the
-history is hashed too: a count that is off by one, or a frozen token taken for one of the prompt, changes them as well.
+part; the next token is a hash of a weighted sum of all slots as they are *read* from the pages in the order of the
+block table. So KV that was lost, mixed up, cut short or written by a stranger changes the tokens. Where the sampling
+looks back, the history is hashed too: a count that is off by one, or a frozen token taken for one of the prompt,
+changes them as well.
+
+The engines of several ranks have a slice of the layers and heads each; their sums add up to the whole's, as in an
+all-reduce, so the tokens do not depend on how the model is sliced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
+from functools import cache
 from hashlib import blake2b
 
 import numpy as np
@@ -20,13 +25,27 @@ from kvferry.engine.rules import check_plan
 from kvferry.engine.text import StoppingFactory
 from kvferry.protocol.messages import Logprobs
 from kvferry.protocol.metadata import MAX_TOP_LOGPROBS, ROW_BYTES
-from kvferry.protocol.rank import Layout
+from kvferry.protocol.rank import Layout, Slice, whole
 from kvferry.protocol.request import Sampling
 from kvferry.transfer.contract import Region, RegionKind
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _PARTS = ("k", "v")
 Words = NDArray[np.uint32]
+_SUM = 2**64
+
+
+@cache
+def _weights(layers: int, tokens: int, width: int) -> NDArray[np.uint64]:
+    """An odd number for each word that a sequence may have: uint64[layers, parts, tokens, width]. With odd weights, a
+    change of any one word changes the sum.
+    """
+    count = layers * len(_PARTS) * tokens * width
+    mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)  # splitmix64
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    weights: NDArray[np.uint64] = (mixed ^ (mixed >> np.uint64(31))) | np.uint64(1)
+    return weights.reshape(layers, len(_PARTS), tokens, width)
 
 
 class ScriptedEngine:
@@ -34,6 +53,7 @@ class ScriptedEngine:
 
     `sleep` is awaited once per step with `cost_s(plan)` seconds. The step writes its slots before and again after it,
     as a forward may write up to its end: pages that were handed on too early are damaged. Cancelling a step stops it.
+    With `part`, the engine is that of one rank: its steps draw no token, and `combine` makes the leader's result.
     """
 
     def __init__(
@@ -44,13 +64,20 @@ class ScriptedEngine:
         metadata_rows: int,
         sleep: Callable[[float], Awaitable[None]],
         cost_s: Callable[[StepPlan], float],
+        part: Slice | None = None,
     ) -> None:
         slot_bytes = layout.kv_heads * layout.head_dim * _DTYPE_BYTES[layout.dtype]
         if slot_bytes % 4 or layout.page_size != limits.page_size:
             raise ValueError(f"slots of {slot_bytes} bytes, pages of {layout.page_size} and {limits.page_size} tokens")
         self._layout, self._limits = layout, limits
         self._sleep, self._cost_s = sleep, cost_s
-        shape = (layout.layers, len(_PARTS), limits.pages, limits.page_size, slot_bytes // 4)
+        self._whole = part is None or part == whole(layout)
+        self._slice = part or whole(layout)
+        self._width, per_head = slot_bytes // 4, slot_bytes // 4 // layout.kv_heads
+        self._layers = slice(self._slice.first_layer, self._slice.first_layer + self._slice.layers)
+        first = self._slice.first_head * per_head
+        self._words = slice(first, first + self._slice.heads * per_head)
+        shape = (self._slice.layers, len(_PARTS), limits.pages, limits.page_size, self._slice.heads * per_head)
         self._pool: Words = np.zeros(shape, dtype=np.uint32)
         self._metadata = np.zeros((metadata_rows, ROW_BYTES), dtype=np.uint8)
         self._running = False
@@ -72,14 +99,14 @@ class ScriptedEngine:
             Region(
                 kind=RegionKind.PAGES,
                 part=part,
-                layer=layer,
+                layer=self._slice.first_layer + layer,
                 base=self._pool[layer, at].ctypes.data,
                 item_bytes=self._pool[layer, at, 0].nbytes,
                 items=self._limits.pages,
-                first_head=0,
-                heads=self._layout.kv_heads,
+                first_head=self._slice.first_head,
+                heads=self._slice.heads,
             )
-            for layer in range(self._layout.layers)
+            for layer in range(self._slice.layers)
             for at, part in enumerate(_PARTS)
         ]
         base = self._metadata.ctypes.data
@@ -103,9 +130,18 @@ class ScriptedEngine:
             self._write(plan)
             await self._sleep(cost_s)
             self._write(plan)
-            return StepResult(plan.step, tuple(self._draw(sequence) for sequence in plan.sequences), cost_s)
+            sums = [self._read(sequence) for sequence in plan.sequences if sequence.sampling is not None]
+            result = StepResult(plan.step, (None,) * len(plan.sequences), cost_s, np.array(sums, np.uint64).tobytes())
+            return self.combine(plan, result, ()) if self._whole else result
         finally:
             self._running = False
+
+    def combine(self, plan: StepPlan, result: StepResult, parts: Iterable[bytes]) -> StepResult:
+        """`kvferry.engine.contract.Combine`: the sums of all ranks, and what is drawn by them."""
+        found = np.array([np.frombuffer(part, np.uint64) for part in (result.part, *parts)])
+        sums: Iterator[int] = iter(found.sum(axis=0, dtype=np.uint64).tolist())
+        drawn = tuple(None if s.sampling is None else self._draw(s, next(sums)) for s in plan.sequences)
+        return StepResult(result.step, drawn, result.compute_s)
 
     async def close(self) -> None:
         """Nothing to end."""
@@ -119,12 +155,13 @@ class ScriptedEngine:
             history = None
             if sampling is not None and looks_back(sampling):
                 history = History(prompt, tuple(ids[len(prompt) :]))
-            ids.append(self._next(self._slots(ids, 0), sampling, history)[0])
+            total = self._sum(self._slots(ids, 0), slice(None), slice(None))
+            ids.append(self._next(total, sampling, history)[0])
         return tuple(ids[len(ids) - count :])
 
     def _slots(self, token_ids: Collection[int], start: int) -> Words:
-        """What the tokens leave in the pool: [layers, parts, tokens, words per slot]. The first word is the id."""
-        layers, parts, _, _, width = self._pool.shape
+        """What the tokens leave in all pools: [layers, parts, tokens, words per slot]. The first word is the id."""
+        layers, parts, width = self._layout.layers, len(_PARTS), self._width
         ids = np.asarray(list(token_ids), dtype=np.uint64)[None, None, :, None]
         positions = np.arange(start, start + len(token_ids), dtype=np.uint64)[None, None, :, None]
         layer = np.arange(layers, dtype=np.uint64)[:, None, None, None]
@@ -145,20 +182,29 @@ class ScriptedEngine:
         for sequence in plan.sequences:
             end = sequence.start + len(sequence.token_ids)
             pages, offsets = self._places(sequence, sequence.start, end)
-            self._pool[:, :, pages, offsets] = self._slots(sequence.token_ids, sequence.start)
+            slots = self._slots(sequence.token_ids, sequence.start)
+            self._pool[:, :, pages, offsets] = slots[self._layers, :, :, self._words]
 
-    def _draw(self, sequence: Sequence) -> Drawn | None:
-        sampling = sequence.sampling
-        if sampling is None:
-            return None
+    def _read(self, sequence: Sequence) -> int:
+        """This rank's sum over all that the sequence has in its pages."""
         pages, offsets = self._places(sequence, 0, sequence.position)
-        token_id, rest = self._next(self._pool[:, :, pages, offsets], sampling, sequence.history)
+        return self._sum(self._pool[:, :, pages, offsets], self._layers, self._words)
+
+    def _sum(self, slots: Words, layers: slice, words: slice) -> int:
+        weights = _weights(self._layout.layers, self._limits.context_tokens, self._width)
+        return int((slots * weights[layers, :, : slots.shape[2], words]).sum(dtype=np.uint64))
+
+    def _draw(self, sequence: Sequence, total: int) -> Drawn:
+        sampling = sequence.sampling
+        assert sampling is not None
+        token_id, rest = self._next(total, sampling, sequence.history)
         return Drawn(token_id, 1.0, self._logprobs(token_id, rest, sampling.logprobs))
 
-    def _next(self, slots: Words, sampling: Sampling | None, history: History | None) -> tuple[int, int]:
+    def _next(self, total: int, sampling: Sampling | None, history: History | None) -> tuple[int, int]:
         """The token, and bits for its logprobs."""
         seed = sampling.seed if sampling is not None and sampling.temperature > 0 else 0
-        digest = blake2b(slots.tobytes(), digest_size=8, salt=(seed % 2**64).to_bytes(8, "little"))
+        salt = (seed % 2**64).to_bytes(8, "little")
+        digest = blake2b((total % _SUM).to_bytes(8, "little"), digest_size=8, salt=salt)
         if history is not None:
             for ids in (history.prompt_ids, history.generated_ids):
                 digest.update(np.array([len(ids), *ids], dtype=np.int64).tobytes())

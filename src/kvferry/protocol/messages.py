@@ -6,24 +6,42 @@ Rules: a field added later has a default, so that a peer one version older still
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
 from kvferry.protocol.address import Address
 from kvferry.protocol.errors import Cause
-from kvferry.protocol.rank import RankInfo
+from kvferry.protocol.instance import (
+    AbortConfirmed,
+    Accept,
+    Accepted,
+    Arrived,
+    CancelRoom,
+    ConfirmAbort,
+    Expect,
+    Join,
+    Joined,
+    RankFailed,
+    Revoke,
+    RevokedAt,
+    RunStep,
+    Stepped,
+    WriteChunk,
+    WriteTo,
+    Wrote,
+)
+from kvferry.protocol.message import Index
+from kvferry.protocol.message import Message as Message
+from kvferry.protocol.rank import Member, RankInfo
 from kvferry.protocol.request import RequestSpec
+from kvferry.protocol.tokens import Logprobs as Logprobs
+from kvferry.protocol.tokens import Retracted as Retracted
+from kvferry.protocol.tokens import Stop as Stop
+from kvferry.protocol.tokens import Token as Token
+from kvferry.protocol.tokens import TokenBatch as TokenBatch
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
-
-
-#: A number that becomes an index into memory or a list: what doesn't fit 31 bits is none of ours.
-Index = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-
-
-class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Base of all messages; the class name is the tag."""
 
 
 # --- Room <-> legs -----------------------------------------------------------------------------------------
@@ -37,10 +55,13 @@ class OpenPrefill(Message, frozen=True):
 
 
 class OpenDecode(Message, frozen=True):
+    """`sources` are prefill's ranks, where there are several: those that will write."""
+
     room: int
     attempt: int
     spec: RequestSpec
     prefill: Address
+    sources: tuple[Member, ...] = ()
 
 
 class Opened(Message, frozen=True):
@@ -139,11 +160,21 @@ class UnknownRoom(Message, frozen=True):
 # --- Decode leader <-> prefill leader ----------------------------------------------------------------------
 
 
-class Destination(Message, frozen=True):
-    """Where the prompt's KV goes: one target page list for all layers, and the row for the metadata.
+class Way(msgspec.Struct, frozen=True, array_like=True):
+    """How source rank `source` writes to target rank `target`: the wire form of the descriptor that is for it."""
 
-    `agent` is the wire form of the target's data-plane descriptor (`kvferry.transfer.contract.Descriptor`);
-    `required_acks` are the source ranks with at least one write in the plan.
+    source: Index
+    target: Index
+    agent: bytes
+
+
+class Destination(Message, frozen=True):
+    """Where the prompt's KV goes: one target page list for all layers and ranks, and the row for the metadata.
+
+    `agent` is the wire form of the data-plane descriptor (`kvferry.transfer.contract.Descriptor`) by which prefill's
+    leader writes to decode's; `ways` are those of all other pairs of ranks that have something to write.
+    `required_acks` are the source ranks with at least one write in the plan; the metadata goes from leader to leader,
+    so prefill's is always among them.
     """
 
     room: int
@@ -153,6 +184,7 @@ class Destination(Message, frozen=True):
     agent: bytes
     generation: int
     required_acks: tuple[Index, ...]
+    ways: tuple[Way, ...] = ()
 
 
 class AbortTransfer(Message, frozen=True):
@@ -163,9 +195,11 @@ class AbortTransfer(Message, frozen=True):
 
 
 class Drained(Message, frozen=True):
-    """Source rank -> owner of the target pages, with a copy to the room.
+    """Source rank -> owner of the target pages, with a copy to the room (a follower's goes through its leader).
 
-    Every write of the room is flushed or will never be posted. `complete` = everything was written.
+    Every write of the room by this rank is flushed or will never be posted. `complete` = everything was written;
+    otherwise `cause` may say why not. The leader's says the last word for all ranks: it comes when none of them has a
+    write open.
     """
 
     room: int
@@ -173,61 +207,37 @@ class Drained(Message, frozen=True):
     complete: bool
     kv_bytes: int = 0
     metadata_bytes: int = 0
+    cause: Cause | None = None
 
 
-# --- Tokens: leaders <-> front -----------------------------------------------------------------------------
-
-
-class Logprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Natural logarithms of probabilities: the chosen token's, and those of the most likely, (token id, logprob) each,
-    most likely first, equals by id.
+class Reconcile(Message, frozen=True):
+    """Decode -> prefill, first in each new session: it has given these rooms up and can't prove that nobody writes to
+    their pages. Prefill stops what is left of each and answers for each: `Drained`, `Draining`, or `UnknownRoom`, which
+    counts as drained, since a room is forgotten only when its writes have ended.
     """
 
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    rooms: tuple[int, ...]
 
 
-class Token(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
-    """One generated token. `text` is what may be shown because of it (stop text and half characters are held back).
+class Draining(Message, frozen=True):
+    """Source rank -> owner of the target pages: the room's writes have not all ended; `Drained` will follow.
 
-    `finish_reason` is "stop" or "length" on the request's last token, else empty.
+    `broken`: it won't, since a write ended without saying what landed. Said again and again, until decode no longer
+    knows the room.
     """
 
-    request: int
-    attempt: int
     room: int
-    index: int
-    token_id: int
-    text: str
-    finish_reason: str = ""
-    logprobs: Logprobs | None = None
+    rank: int
+    broken: bool = False
 
 
-class TokenBatch(Message, frozen=True):
-    """All tokens of one engine step for one front."""
+class Released(Message, frozen=True):
+    """Decode -> room, perhaps long after its end: quarantined pages are free again, and by which proof."""
 
-    leg: str
-    tokens: tuple[Token, ...]
-
-
-class Stop(Message, frozen=True):
-    """Front -> leader: nobody wants tokens of this attempt any more."""
-
-    request: int
-    attempt: int
     room: int
-
-
-class Retracted(Message, frozen=True):
-    """Decode -> front, behind the last tokens: the pages are needed by older requests, the attempt is over, and
-    token `next_index` is the first that was not sent. Decode remembers the request's age: the next attempt should
-    prefer this decode.
-    """
-
-    request: int
-    attempt: int
-    room: int
-    next_index: int
+    proof: str
+    pages: int
+    quarantined_s: float
 
 
 # --- Leaders -> routers ------------------------------------------------------------------------------------
@@ -286,6 +296,17 @@ class Watch(Message, frozen=True):
     name: str
 
 
+class OverBudget(Message, frozen=True):
+    """Decode -> registry, for the controller, once a second: pages here wait for the end of a process of `instance`,
+    more of them or longer than the configuration allows.
+    """
+
+    instance: str
+    incarnation: int
+    pages: int
+    quarantined_s: float
+
+
 class Roster(Message, frozen=True):
     """Every registered rank, and whether each role that is wanted is complete. `missing` says what is not."""
 
@@ -298,8 +319,11 @@ class Roster(Message, frozen=True):
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
     OpenPrefill | OpenDecode | Opened | Admitted | Progress | PrefillDone | Received | Committed | Failed
-    | Abort | AbortAck | UnknownRoom | Destination | AbortTransfer | Drained | TokenBatch | Stop | Retracted
-    | Load | Register | Registered | RegistrationRefused | RegisterDpRank | Watch | Roster
+    | Abort | AbortAck | UnknownRoom | Destination | AbortTransfer | Drained | Reconcile | Draining | Released
+    | TokenBatch | Stop | Retracted
+    | Load | Register | Registered | RegistrationRefused | RegisterDpRank | Watch | OverBudget | Roster
+    | Join | Joined | RunStep | Stepped | WriteTo | WriteChunk | Wrote | CancelRoom | RankFailed | ConfirmAbort
+    | AbortConfirmed | Accept | Accepted | Revoke | RevokedAt | Expect | Arrived
 )  # fmt: skip
 
 

@@ -9,13 +9,24 @@ write to them: its ack, the end of its process, or the end of the agent that it 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import auto
 from typing import Any, ClassVar
 
 from kvferry.protocol.errors import Cause
 from kvferry.protocol.kvpoll import KVPoll
 from kvferry.protocol.machine import IGNORED, REFUSED, Cell, Go, Machine, Symbol, Table
+from kvferry.protocol.receiver_commands import AbortWriter as AbortWriter
+from kvferry.protocol.receiver_commands import Ack as Ack
+from kvferry.protocol.receiver_commands import AnswerCommitted as AnswerCommitted
+from kvferry.protocol.receiver_commands import Commit as Commit
+from kvferry.protocol.receiver_commands import HandOut as HandOut
+from kvferry.protocol.receiver_commands import LeaveBatch as LeaveBatch
+from kvferry.protocol.receiver_commands import LineUp as LineUp
+from kvferry.protocol.receiver_commands import NoteReceived as NoteReceived
+from kvferry.protocol.receiver_commands import ReceiverCommand as ReceiverCommand
+from kvferry.protocol.receiver_commands import Release as Release
+from kvferry.protocol.receiver_commands import Report as Report
+from kvferry.protocol.receiver_commands import Retract as Retract
 
 
 class ReceiverState(Symbol):
@@ -37,7 +48,7 @@ class ReceiverEvent(Symbol):
     CHECK_FAILED = auto()
     DRAINED = auto()  # a source rank has drained having written everything
     DRAINED_SHORT = auto()  # a source rank has drained without having written everything
-    UNKNOWN = auto()  # prefill does not know the room: counts as drained
+    UNKNOWN = auto()  # a source rank does not know the room: counts as drained
     ABORT = auto()  # by the room, for a failure elsewhere
     ABORT_RUNNING = auto()  # by the room: the client has gone
     STOP = auto()  # by the front
@@ -96,12 +107,9 @@ TABLE: Table[ReceiverState, ReceiverEvent] = {
         ALL_RECEIVED=Go(S.RUNNING, "commit"),
         CHECK_FAILED=Go(S.RELEASING, "report_and_abort"),
         DRAINED=Go(S.RECEIVING),
-        DRAINED_SHORT=Go(S.RELEASING, "report"),
-        UNKNOWN=Go(S.RELEASING, "report"),
-        # With its writer gone there is nobody to send an abort to.
-        PREFILL_LOST=Go(S.RELEASING, "report"),
-        PREFILL_EXITED=Go(S.RELEASING, "report"),
-        REVOKED=Go(S.RELEASING, "report_and_abort"),
+        # One rank's end: the others may still write, and must be told.
+        DRAINED_SHORT=Go(S.RELEASING, "report_and_abort"),
+        UNKNOWN=Go(S.RELEASING, "report_and_abort"),
     ),
     S.RUNNING: _row(
         IGNORED,
@@ -153,76 +161,6 @@ _KVPOLL = {
 }
 
 
-@dataclass(frozen=True)
-class LineUp:
-    """The prompt is computed: from now on the request is a candidate for admission, and its age counts."""
-
-
-@dataclass(frozen=True)
-class HandOut:
-    """Lease the pages to the writer and send it the `Destination`; tell the room."""
-
-
-@dataclass(frozen=True)
-class NoteReceived:
-    """Tell the room that `rank`'s notification is in."""
-
-    rank: int
-
-
-@dataclass(frozen=True)
-class Commit:
-    """End the lease, tell the room, publish the first token, join the running batch."""
-
-
-@dataclass(frozen=True)
-class AbortWriter:
-    """Ask prefill to stop and to say Drained; the pages are quarantined until then."""
-
-
-@dataclass(frozen=True)
-class Quarantine:
-    """The writer can't be asked; the pages wait for proof."""
-
-
-@dataclass(frozen=True)
-class Report:
-    """Tell the room of a failure that decode has found."""
-
-    cause: Cause
-
-
-@dataclass(frozen=True)
-class Ack:
-    """Tell the room that decode has stopped."""
-
-
-@dataclass(frozen=True)
-class AnswerCommitted:
-    """Tell the room that decode has committed."""
-
-
-@dataclass(frozen=True)
-class LeaveBatch:
-    """Take the request out of the running batch."""
-
-
-@dataclass(frozen=True)
-class Retract:
-    """Tell the front, behind the tokens, that the attempt is over; remember the request's age."""
-
-
-@dataclass(frozen=True)
-class Release:
-    """Release the pages with the proof at hand (if there are any) and forget the room."""
-
-
-ReceiverCommand = (
-    LineUp | HandOut | NoteReceived | Commit | AbortWriter | Quarantine | Report | Ack | AnswerCommitted | LeaveBatch
-    | Retract | Release
-)  # fmt: skip
-
-
 class ReceiverMachine(Machine[ReceiverState, ReceiverEvent]):
     """Events in, `ReceiverCommand`s out. `writers` are the ranks that may write (rank -> incarnation of its process);
     `acks`, `exited`, `revoked` and `stepping` are what proof depends on. `computes_first`: the policy is
@@ -255,10 +193,13 @@ class ReceiverMachine(Machine[ReceiverState, ReceiverEvent]):
         return frozenset(self.writers)
 
     @property
+    def not_quiet(self) -> set[int]:
+        """The processes that may write, and of which there is no proof that they won't any more."""
+        return {self.writers[rank] for rank in self.unproven}
+
+    @property
     def quiet(self) -> bool:
-        """Of each rank that may write there is proof that it won't any more."""
-        gone = self.exited | self.revoked
-        return all(rank in self.acks or incarnation in gone for rank, incarnation in self.writers.items())
+        return not self.unproven
 
     def handle(self, event: ReceiverEvent, cause: Cause | None = None) -> list[ReceiverCommand]:
         """Apply an event. `cause` goes with every event that ends the room; the first is kept."""
@@ -266,8 +207,6 @@ class ReceiverMachine(Machine[ReceiverState, ReceiverEvent]):
             return self.fire(event)
         if cause is not None and self.cause is None and self.state in _OPEN:
             self.cause = cause
-        if event is V.UNKNOWN:
-            self.acks |= self.required_acks
         return self.fire(event)
 
     def writer_exited(self, incarnation: int, cause: Cause | None = None) -> list[ReceiverCommand]:
@@ -295,10 +234,29 @@ class ReceiverMachine(Machine[ReceiverState, ReceiverEvent]):
         self.acks.add(rank)
         return self.handle(V.DRAINED if complete else V.DRAINED_SHORT, None if complete else cause)
 
+    def rank_unknown(self, rank: int, cause: Cause | None = None) -> list[ReceiverCommand]:
+        """A source rank does not know the room: its writes have ended, or there will be none."""
+        self.acks.add(rank)
+        return self.handle(V.UNKNOWN, cause)
+
+    @property
+    def unproven(self) -> list[int]:
+        """The ranks that may still write: no ack, and no proof about their process."""
+        gone = self.exited | self.revoked
+        writers = sorted(self.writers.items())
+        return [rank for rank, incarnation in writers if rank not in self.acks and incarnation not in gone]
+
     @property
     def all_received(self) -> bool:
         """Every required rank's notification is in: the caller checks the metadata and fires ALL_RECEIVED."""
         return self.state is S.RECEIVING and self.received >= self.writers.keys()
+
+    def never_given(self) -> list[ReceiverCommand]:
+        """The destination of a room that has failed had not left: nobody has anything to drain."""
+        if self.state is not S.RELEASING:
+            return []
+        self.acks |= self.required_acks
+        return self.fire(V.PROVEN)
 
     def step_started(self) -> None:
         self.stepping = True
@@ -338,9 +296,6 @@ class ReceiverMachine(Machine[ReceiverState, ReceiverEvent]):
 
     def _report_and_abort(self) -> None:
         self.commands += [Report(self._cause()), AbortWriter()]
-
-    def _report(self) -> None:
-        self.commands += [Report(self._cause()), Quarantine()]
 
     def _ack(self) -> None:
         self.commands.append(Ack())

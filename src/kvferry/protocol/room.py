@@ -21,6 +21,7 @@ from kvferry.protocol.errors import Cause
 from kvferry.protocol.kvpoll import KVPoll
 from kvferry.protocol.machine import IGNORED, REFUSED, Cell, Go, Machine, Symbol, Table
 from kvferry.protocol.messages import Abort, Message, OpenDecode, OpenPrefill, PrefillDone
+from kvferry.protocol.rank import Member
 from kvferry.protocol.request import RequestSpec
 
 PREFILL = "prefill"
@@ -180,7 +181,7 @@ class End:
 
 class RoomMachine(Machine[RoomState, RoomEvent]):
     """Events in, commands (`SendLeg`, `Resolve`, `End`) out. One of `Resolve` and one of `End` per room.
-    `computes_first`: the policy is prefill_complete.
+    `computes_first`: the policy is prefill_complete. `sources` are prefill's ranks, where there are several.
     """
 
     TABLE: ClassVar[Any] = TABLE
@@ -196,10 +197,11 @@ class RoomMachine(Machine[RoomState, RoomEvent]):
         limits: Limits,
         now_s: float,
         computes_first: bool = False,
+        sources: tuple[Member, ...] = (),
     ) -> None:
         super().__init__(R.NEW)
         self._computes_first, self._kept = computes_first, False
-        self.room, self.attempt, self.spec = room, attempt, spec
+        self.room, self.attempt, self.spec, self.sources = room, attempt, spec, sources
         self.prefill, self.decode = prefill, decode
         self.clocks = Clocks(limits, now_s)
         self.kvpoll = KVPoll.BOOTSTRAPPING
@@ -233,7 +235,8 @@ class RoomMachine(Machine[RoomState, RoomEvent]):
     def _open_decode(self) -> None:
         self.open_legs.add(DECODE)
         self.clocks.progress(self.now_s)
-        self.commands.append(SendLeg(DECODE, OpenDecode(self.room, self.attempt, self.spec, self.prefill)))
+        message = OpenDecode(self.room, self.attempt, self.spec, self.prefill, self.sources)
+        self.commands.append(SendLeg(DECODE, message))
 
     def _bootstrapped(self) -> None:
         prefill_first = self._computes_first and not self._kept

@@ -51,6 +51,7 @@ class SenderEvent(Symbol):
     FRONT_LOST = auto()
     EXPIRED = auto()
     DECODE_EXITED = auto()  # proof that decode's process has ended
+    UNKNOWN = auto()  # decode does not know the room: it has had its proof
     FLUSHED = auto()  # internal: all computed and no write outstanding
     QUIET = auto()  # internal: draining, no write outstanding, no forward running
     QUIET_BROKEN = auto()  # internal: as QUIET, but a write ended without saying what landed
@@ -80,15 +81,29 @@ _END = _ends(S.ENDED, "end", "fail_and_end")
 
 TABLE: Table[SenderState, SenderEvent] = {
     # Decode is a peer that asks for pages only when it has been told that the prompt is computed.
-    S.AWAITING_PAGES: _row(REFUSED, _END, RESERVE=Go(S.COMPUTING_AHEAD)),
-    S.COMPUTING_AHEAD: _row(REFUSED, _DRAIN, CHUNK_COMPUTED=Go(S.COMPUTING_AHEAD), LAST_COMPUTED=Go(S.KEPT, "keep")),
-    S.KEPT: _row(REFUSED, _END, DESTINATION=Go(S.QUEUED, "queue")),
-    S.AWAITING_DESTINATION: _row(REFUSED, _END, DESTINATION=Go(S.QUEUED, "queue")),
-    S.QUEUED: _row(REFUSED, _END, DESTINATION=IGNORED, RESERVE=Go(S.COMPUTING), PIN=Go(S.FLUSHING, "write_last")),
+    S.AWAITING_PAGES: _row(REFUSED, _END, RESERVE=Go(S.COMPUTING_AHEAD), UNKNOWN=IGNORED),
+    S.COMPUTING_AHEAD: _row(
+        REFUSED,
+        _DRAIN,
+        UNKNOWN=IGNORED,
+        CHUNK_COMPUTED=Go(S.COMPUTING_AHEAD),
+        LAST_COMPUTED=Go(S.KEPT, "keep"),
+    ),
+    S.KEPT: _row(REFUSED, _END, DESTINATION=Go(S.QUEUED, "queue"), UNKNOWN=IGNORED),
+    S.AWAITING_DESTINATION: _row(REFUSED, _END, DESTINATION=Go(S.QUEUED, "queue"), UNKNOWN=IGNORED),
+    S.QUEUED: _row(
+        REFUSED,
+        _END,
+        DESTINATION=IGNORED,
+        UNKNOWN=IGNORED,
+        RESERVE=Go(S.COMPUTING),
+        PIN=Go(S.FLUSHING, "write_last"),
+    ),
     S.COMPUTING: _row(
         REFUSED,
         _DRAIN,
         DESTINATION=IGNORED,
+        UNKNOWN=IGNORED,
         CHUNK_COMPUTED=Go(S.COMPUTING, "write"),
         LAST_COMPUTED=Go(S.FLUSHING, "write_last"),
         WRITE_ENDED=Go(S.COMPUTING),
@@ -98,6 +113,7 @@ TABLE: Table[SenderState, SenderEvent] = {
         REFUSED,
         _DRAIN,
         DESTINATION=IGNORED,
+        UNKNOWN=IGNORED,
         WRITE_ENDED=Go(S.FLUSHING),
         WRITE_BROKEN=Go(S.DRAINING, "fail_and_drain"),
         FLUSHED=Go(S.DONE, "deliver"),
@@ -106,7 +122,7 @@ TABLE: Table[SenderState, SenderEvent] = {
     S.DRAINING: _row(
         IGNORED, RESERVE=REFUSED, PIN=REFUSED, QUIET=Go(S.ENDED, "end"), QUIET_BROKEN=Go(S.BROKEN, "strand")
     ),
-    S.BROKEN: _row(IGNORED, RESERVE=REFUSED, PIN=REFUSED, DECODE_EXITED=Go(S.ENDED, "end")),
+    S.BROKEN: _row(IGNORED, RESERVE=REFUSED, PIN=REFUSED, DECODE_EXITED=Go(S.ENDED, "end"), UNKNOWN=Go(S.ENDED, "end")),
     S.DONE: _row(IGNORED, RESERVE=REFUSED, PIN=REFUSED, CHUNK_COMPUTED=REFUSED, LAST_COMPUTED=REFUSED),
     S.ENDED: _row(IGNORED, RESERVE=REFUSED, PIN=REFUSED, CHUNK_COMPUTED=REFUSED, LAST_COMPUTED=REFUSED),
 }

@@ -11,8 +11,9 @@ from typing import Any
 from kvferry.actors.decode.decode import Decode
 from kvferry.actors.prefill.prefill import Prefill
 from kvferry.actors.router.router import Router
-from kvferry.sim.system import SimProcess, SimSystem
+from kvferry.sim.system import SimProcess, SimSystem, ends_as_one
 from kvferry.transfer.contract import Region, RegionKind, Spans
+from kvferry.transfer.fake_endpoint import FakeAgent
 
 
 class Broken(AssertionError):
@@ -21,15 +22,18 @@ class Broken(AssertionError):
 
 class Writes:
     """Between the fabric and its copies: each byte goes from a page that the source's room holds to a page, or a row,
-    that is leased to that writer at the target. `Watcher` raises what is found, since a copy runs in nobody's turn.
+    that is leased to that writer at the target; also where it lands `late`. `Watcher` raises what is
+    found, since a copy runs in nobody's turn.
     """
 
     def __init__(self, system: SimSystem) -> None:
-        self.copies = 0
+        self.copies = self.late = 0
         self.problem = ""
         self._system = system
         self._copy = system.fabric.copy
+        self._land = system.fabric.land
         system.fabric.copy = self._checked  # type: ignore[method-assign]
+        system.fabric.land = self._landed  # type: ignore[method-assign]
 
     def _checked(self, batch: Spans, source: tuple[Region, ...], target: tuple[Region, ...]) -> None:
         writer, owner = self._leader_of(source), self._leader_of(target)
@@ -38,6 +42,14 @@ class Writes:
             self._check(batch, "target", target, self._held(owner, writer.network.address.incarnation))
         self.copies += 1
         self._copy(batch, source, target)
+
+    def _landed(self, batch: Spans, data: list[bytes], target: FakeAgent) -> None:
+        """What a writer had left behind: its source is gone, and the pages must be leased to it all the same."""
+        owner = self._leader_of(target.endpoint.regions)
+        if owner is not None:
+            self._check(batch, "target", target.endpoint.regions, self._held(owner, target.writer))
+        self.late += 1
+        self._land(batch, data, target)
 
     def _leader_of(self, regions: tuple[Region, ...]) -> Prefill | Decode | None:
         """None for a process that has been killed: its memory is nobody's."""
@@ -90,7 +102,7 @@ class Watcher:
 
 
 def check_alive(name: str, process: SimProcess) -> None:
-    if process.task.done():
+    if process.task.done() and not ends_as_one(process.task):
         error = None if process.task.cancelled() else process.task.exception()
         raise Broken(f"{name} has ended: {error!r}") from error
 
@@ -104,6 +116,7 @@ def check_idle(system: SimSystem) -> None:
             left |= {f"{name} {what}": kept for what, kept in _of_router(actor).items()}
         elif isinstance(actor, Prefill | Decode):
             left |= {f"{name} {what}": kept for what, kept in _of_leader(actor).items()}
+            left[f"{name} agents of strangers"] = _strangers(actor, system)
             counts = actor.ledger.audit(actor.block_tables())
             if not counts.at_baseline or counts.cached:
                 left[f"{name} pages"] = counts
@@ -122,6 +135,14 @@ def _of_router(router: Router) -> dict[str, Any]:
         "rooms crashed": router.counts["rooms crashed"],
         "ended without an outcome": [room for room, journal in router.ended.items() if journal.outcome is None],
     }
+
+
+def _strangers(leader: Prefill | Decode, system: SimSystem) -> list[int]:
+    """Processes that have an agent here, and are dead; or not linked, where that is what an agent lives by."""
+    living = {process.address.incarnation for process in system.processes.values()}
+    writers = leader.writers.incarnations if isinstance(leader, Decode) else set()
+    by_link = leader.endpoint.proofs.revoked
+    return [w for w in writers if w not in living or (by_link and not leader.network.is_up(w))]
 
 
 def _of_leader(leader: Prefill | Decode) -> dict[str, Any]:

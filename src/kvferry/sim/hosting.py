@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvferry.actors.leader import Leader
+from kvferry.sim.ranks import instance_of, rank_names
 
 if TYPE_CHECKING:
     from kvferry.sim.system import SimProcess, SimSystem
@@ -36,7 +37,9 @@ class SimHosting:
 
     async def _start(self, role: str, name: str) -> None:
         await asyncio.sleep(self._start_s)
-        self._system.spawn(role, name)
+        for rank in rank_names(self._system.options, role, name):
+            if rank not in self._system.processes and rank not in self._system.restarts:
+                self._system.spawn(role, rank)
         del self._starting[name]
 
     async def process(self, name: str) -> object:
@@ -58,8 +61,9 @@ class SimHosting:
     async def remove(self, name: str) -> bool:
         if name in self._starting:
             self._starting.pop(name).cancel()
-        if name in self._system.processes:
-            self._system.kill(name)
+        self._system.removed.add(name)
+        for rank in [rank for rank in self._system.processes if instance_of(rank)[0] == name]:
+            self._system.kill(rank)
         self._placed.discard(name)
         return True
 

@@ -55,6 +55,8 @@ class SimNetwork:
         self._pipes: dict[Path, _Pipe] = {}
         self._cuts: set[frozenset[str]] = set()
         self._made = 0
+        #: Ends a process that another one has killed: whoever made it has more to end than its sockets.
+        self.killer: Callable[[int], None] = lambda incarnation: self._by_incarnation[incarnation].end()
 
     def open(self, name: str, settings: LinkSettings, host: str = "sim", endpoint: str = "") -> LinkLayer:
         """Start a process. At the endpoint of a process that was killed it is that one's successor."""
@@ -169,6 +171,11 @@ class SimClock(VirtualClock):
     def __init__(self, process: SimCarrier) -> None:
         self._process = process
 
+    @property
+    def running(self) -> asyncio.Event:
+        """Set while the process runs."""
+        return self._process.is_running
+
     async def sleep(self, duration_s: float) -> None:
         await super().sleep(duration_s)
         await self._process.running()
@@ -183,8 +190,8 @@ class SimCarrier:
         self.ended = False
         self._handler: CarrierHandler | None = None
         self._held: list[Callable[[], None]] | None = None  # what a stopped process has to do when it goes on
-        self._running = asyncio.Event()
-        self._running.set()
+        self.is_running = asyncio.Event()
+        self.is_running.set()
         self._on_exit: list[Callable[[], None]] = []
 
     @property
@@ -228,7 +235,7 @@ class SimCarrier:
         if self.ended:
             return
         self.ended = True
-        self._running.clear()
+        self.is_running.clear()
         for pipe in self._network.pipes_of(self):
             self._network.later(partial(self._network.break_pipe, pipe, by=self))
         for callback in self._on_exit:
@@ -237,7 +244,7 @@ class SimCarrier:
     def stop(self) -> None:
         if self._held is None and not self.ended:
             self._held = []
-            self._running.clear()
+            self.is_running.clear()
 
     @property
     def stopped(self) -> bool:
@@ -246,12 +253,12 @@ class SimCarrier:
     def resume(self) -> None:
         if self._held is not None and not self.ended:
             held, self._held = self._held, None
-            self._running.set()
+            self.is_running.set()
             for do in held:
                 do()
 
     async def running(self) -> None:
-        await self._running.wait()
+        await self.is_running.wait()
 
     def do(self, do: Callable[[], None]) -> None:
         if self.ended:
@@ -277,6 +284,9 @@ class SimPidWatch:
             return False
         process.on_exit(partial(self._fire, on_exit))
         return True
+
+    def kill(self, address: Address) -> None:
+        self._network.later(partial(self._network.killer, address.incarnation))
 
     def close(self) -> None:
         self._closed = True

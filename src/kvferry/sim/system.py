@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.actors.actor import Actor
 from kvferry.actors.bootstrap.registry import Registry
 from kvferry.actors.bootstrap.room_ranks import RoomRanks
 from kvferry.actors.decode.decode import Decode
-from kvferry.actors.inbox import Inbox
-from kvferry.actors.links import LinkLayer
-from kvferry.actors.parts import Parts
 from kvferry.actors.pools import Pools, routers_of
 from kvferry.actors.prefill.prefill import Prefill
+from kvferry.actors.ranks.ending import RankLost
+from kvferry.actors.ranks.follower import Follower
+from kvferry.actors.router.fleet import is_leader
 from kvferry.actors.router.router import Router
 from kvferry.actors.settings import (
     ClockSettings,
@@ -30,19 +30,17 @@ from kvferry.actors.settings import (
     RouterSettings,
     UnifiedSettings,
 )
-from kvferry.actors.unified.leader import UnifiedLeader
-from kvferry.engine.contract import EngineLimits, StepPlan
-from kvferry.engine.scripted import ScriptedEngine, ScriptedTexts
+from kvferry.engine.contract import StepPlan
+from kvferry.engine.scripted import ScriptedEngine
 from kvferry.memory.ledger import PageCounts
 from kvferry.protocol.address import Address
-from kvferry.protocol.rank import EARLY, Layout, RankInfo
+from kvferry.protocol.rank import EARLY, LEADER
 from kvferry.sim.hosting import SimHosting
 from kvferry.sim.loop import VirtualClock
-from kvferry.sim.network import SimClock, SimNetwork
-from kvferry.transfer.contract import Endpoint
-from kvferry.transfer.fake import FakeFabric
-from kvferry.transfer.faulty import FaultyEndpoint
-from kvferry.transfer.nowhere import Nowhere
+from kvferry.sim.network import SimNetwork
+from kvferry.sim.ranks import RankMaker, instance_of, rank_names
+from kvferry.transfer.contract import Endpoint, Proofs
+from kvferry.transfer.fake import HOST, FakeFabric
 
 DECODE_STEP_S = 0.02
 PREFILL_TOKEN_S = 0.001
@@ -56,7 +54,10 @@ def prefill_cost_s(plan: StepPlan) -> float:
 
 @dataclass(frozen=True)
 class SimOptions:
-    """Sizes, clocks and faults of a simulated system. `keep`: it has pools that scale, as the controller runs them."""
+    """Sizes, clocks and faults of a simulated system. `keep`: it has pools that scale, as the controller runs them.
+    `restart_s`: until a rank that has ended with its instance is started again. `proofs`: those of the data plane, and
+    with them how it behaves.
+    """
 
     seed: int = 1
     prefill: PrefillSettings = PrefillSettings(chunk_tokens=32, batch_tokens=64, pool_pages=64)
@@ -72,17 +73,20 @@ class SimOptions:
     context_tokens: int = 4096
     eos_token_ids: tuple[int, ...] = ()
     bandwidth_bytes_s: float = 1e9
+    proofs: Proofs = HOST
     cost_s: Callable[[StepPlan], float] = prefill_cost_s
     keep: bool = False
     drain_s: float = 60.0
     slots: int = 64
     start_s: float = 2.0
+    restart_s: float = 1.0
 
 
 @dataclass
 class SimProcess:
-    """One simulated process: its actor, the task that runs it, and its end of the data plane."""
+    """One simulated process of a role: its actor, the task that runs it, and its end of the data plane."""
 
+    role: str
     actor: Actor
     task: asyncio.Task[None]
     endpoint: Endpoint | None = None
@@ -90,6 +94,11 @@ class SimProcess:
     @property
     def address(self) -> Address:
         return self.actor.network.address
+
+
+def ends_as_one(task: asyncio.Task[None]) -> bool:
+    """The process has ended because another rank of its instance is lost."""
+    return task.done() and not task.cancelled() and isinstance(task.exception(), RankLost)
 
 
 @dataclass
@@ -100,20 +109,25 @@ class SimSystem:
     network: SimNetwork = field(init=False)
     fabric: FakeFabric = field(init=False)
     processes: dict[str, SimProcess] = field(default_factory=dict)
+    restarts: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    removed: set[str] = field(default_factory=set)  # instances that are not wanted any more
     _pools: Pools | None = None
     _keeping: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> SimSystem:
         clock = VirtualClock()
         self.network = SimNetwork(self.options.seed)
+        self.network.killer = self._killed
         self.fabric = FakeFabric(
             loop=asyncio.get_running_loop(),
             sleep=clock.sleep,
             now_s=clock.now_s,
             bandwidth_bytes_s=self.options.bandwidth_bytes_s,
+            proofs=self.options.proofs,
         )
-        for role, name in self._names():
-            self.spawn(role, name)
+        for role, instance in self._names():
+            for name in rank_names(self.options, role, instance):
+                self.spawn(role, name)
         while not all(self._linked(router) for router in self.routers()):
             await asyncio.sleep(0.05)
         if self.options.keep:
@@ -121,7 +135,7 @@ class SimSystem:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        tasks = [process.task for process in self.processes.values()]
+        tasks = [process.task for process in self.processes.values()] + list(self.restarts.values())
         tasks += [self._keeping] if self._keeping is not None else []
         for task in tasks:
             task.cancel()
@@ -137,7 +151,7 @@ class SimSystem:
     @staticmethod
     def _linked(router: Router) -> bool:
         """The router knows every instance and is linked to each."""
-        ranks = router.roster.ranks
+        ranks = [rank for rank in router.roster.ranks if is_leader(rank)]
         return router.roster.ready and all(router.network.is_up(rank.address.incarnation) for rank in ranks)
 
     @property
@@ -196,6 +210,10 @@ class SimSystem:
         assert isinstance(actor, Decode)
         return actor
 
+    def followers(self) -> list[Follower]:
+        """The ranks that are no leaders, of those that live."""
+        return [process.actor for process in self.processes.values() if isinstance(process.actor, Follower)]
+
     def engine(self, name: str = "decode-0") -> ScriptedEngine:
         actor = self.processes[name].actor
         assert isinstance(actor, Prefill | Decode) and isinstance(actor.engine, ScriptedEngine)
@@ -215,7 +233,8 @@ class SimSystem:
         """No rooms anywhere, and no page in use."""
         leaders = [p.actor for p in self.processes.values() if isinstance(p.actor, Prefill | Decode)]
         guests = [room for router in self.routers() for room in router.guests]
-        idle = not guests and all(not leader.leg_rooms() for leader in leaders)
+        slices = [room for follower in self.followers() for room in getattr(follower, "rooms", ())]
+        idle = not guests and not slices and all(not leader.leg_rooms() for leader in leaders)
         return idle and all(counts.at_baseline for counts in self.counts().values())
 
     async def settle(self, limit_s: float) -> bool:
@@ -234,9 +253,17 @@ class SimSystem:
         """End a process as kill -9 does: its links, its data plane and its task are gone at once."""
         process = self.processes.pop(name)
         self.network.kill(process.address)
-        if process.endpoint is not None:
-            self.fabric.kill(process.endpoint.descriptor().agent)
+        self.fabric.kill(process.address.incarnation)
         process.task.cancel()
+        instance, rank = instance_of(name)
+        if self.options.keep and rank != LEADER and instance not in self.removed:  # leaders are the pools' to start
+            self._start_again(process.role, name)
+
+    def _killed(self, incarnation: int) -> None:
+        """By another process. Its pool, if there is one, starts it again, as Ray does."""
+        for name, process in list(self.processes.items()):
+            if process.address.incarnation == incarnation:
+                self.kill(name)
 
     def spawn(self, role: str, name: str) -> SimProcess:
         """Start a process, also in the place of one that was killed: new incarnation, new memory."""
@@ -252,43 +279,26 @@ class SimSystem:
             settings, limits = self.options.router, self.options.clocks
             actor = Router(links, clock, mailbox, self.network.random, self.resolve, settings, limits, "fake")
         else:
-            actor, endpoint = self._leader(role, name, links, clock)
+            maker = RankMaker(self.options, self.fabric, self.resolve)
+            actor, endpoint = maker.make(role, name, links, clock)
         task = asyncio.get_running_loop().create_task(actor.run())
-        process = self.processes[name] = SimProcess(actor, task, endpoint)
+        process = self.processes[name] = SimProcess(role, actor, task, endpoint)
+        task.add_done_callback(lambda _: self._ended(name, process))
         return process
 
-    def _leader(self, role: str, name: str, links: LinkLayer, clock: SimClock) -> tuple[Actor, Endpoint | None]:
-        options = self.options
-        settings: PrefillSettings | DecodeSettings | UnifiedSettings = getattr(options, role)
-        engine = self._engine(settings.pool_pages, clock)
-        inbox = Inbox()
-        endpoint: Endpoint = self.fabric.endpoint(engine.regions(), links.address.incarnation, inbox)
-        faults = options.faults
-        if role == "prefill" and (faults.delay_ms > 0 or faults.stall_after >= 0):
-            endpoint = FaultyEndpoint(
-                endpoint,
-                delay_s=faults.delay_ms / 1000,
-                stall_after=faults.stall_after,
-                sleep=clock.sleep,
-                loop=asyncio.get_running_loop(),
-                cancel_ends=options.cancel_ends,
-            )
-        pages, tokens = engine.limits.pages, engine.limits.tokens
-        info = RankInfo(
-            name, role, links.address, engine.layout, pages=pages, max_prompt_tokens=tokens, max_total_tokens=tokens
-        )
-        texts, mailbox, limits = ScriptedTexts(options.eos_token_ids), options.links.mailbox, options.clocks
-        parts = Parts(links, clock, mailbox, self.resolve, engine, texts, endpoint, info, limits, settings.max_rooms)
-        if role == "prefill":
-            return Prefill(parts, options.prefill), endpoint
-        if role == "unified":
-            return UnifiedLeader(replace(parts, endpoint=Nowhere(links.address.incarnation)), options.unified), None
-        decode = Decode(parts, options.decode)
-        inbox.deliver = decode.notified
-        return decode, endpoint
+    def _ended(self, name: str, process: SimProcess) -> None:
+        """A rank that ends with its instance is started again, as Ray does it."""
+        if self.processes.get(name) is not process or not ends_as_one(process.task):
+            return
+        self.kill(name)
+        self._start_again(process.role, name)
 
-    def _engine(self, pages: int, clock: SimClock) -> ScriptedEngine:
-        size, policy = self.options.page_size, self.options.policy
-        layout = Layout("scripted", "1", "float32", size, layers=3, kv_heads=2, head_dim=4, policy=policy)
-        limits = EngineLimits(pages, self.options.page_size, self.options.context_tokens, vocab_size=50_000)
-        return ScriptedEngine(layout, limits, metadata_rows=64, sleep=clock.sleep, cost_s=self.options.cost_s)
+    def _start_again(self, role: str, name: str) -> None:
+        if name not in self.restarts:
+            self.restarts[name] = asyncio.get_running_loop().create_task(self._restart(role, name))
+
+    async def _restart(self, role: str, name: str) -> None:
+        await asyncio.sleep(self.options.restart_s)
+        if name not in self.processes and instance_of(name)[0] not in self.removed:
+            self.spawn(role, name)
+        self.restarts.pop(name, None)

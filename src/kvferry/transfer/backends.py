@@ -34,6 +34,8 @@ class _Settings(Protocol):
     @property
     def poll_idle_ms(self) -> float: ...
     @property
+    def max_agents(self) -> int: ...
+    @property
     def faults(self) -> _Faults: ...
 
 
@@ -47,7 +49,6 @@ def make_endpoint(
     loop: asyncio.AbstractEventLoop,
     now_s: Callable[[], float],
     sleep: Callable[[float], Awaitable[None]],
-    generation: int = 0,
 ) -> Endpoint:
     """The endpoint that `settings` ask for; peers reach this process at `host`; `sleep` drives injected faults only.
 
@@ -67,7 +68,7 @@ def make_endpoint(
         batch_bytes=settings.batch_bytes,
         poll_busy_ms=settings.poll_busy_ms,
         poll_idle_ms=settings.poll_idle_ms,
-        generation=generation,
+        max_agents=settings.max_agents,
     )
     faults = settings.faults
     if faults.delay_ms <= 0 and faults.stall_after < 0:

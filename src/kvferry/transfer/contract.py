@@ -1,8 +1,12 @@
 """The contract of the data plane (one-sided, in the shape of the article's KVArgs).
 
-Register regions once; hand the `Descriptor` to peers; connect to a peer's; write spans; when a write's handle
-has ended *flushed*, its bytes lie at the target; notify travels after them on the same path. The caller keeps
-the source memory unchanged until the handle has ended, however it ended.
+Register regions once; accept a writer and hand it the `Descriptor` that is its own; connect to the one that a target
+has handed to us; write spans; when a write's handle has ended *flushed*, its bytes lie at the target; notify travels
+after them on the same path. The caller keeps the source memory unchanged until the handle has ended, however it ended.
+
+Each pair of processes has agents of its own at both ends, so that destroying one ends what passes between those two
+and nothing else: the receiving agent, and nothing of that writer's lands any more; the sending agent, and nothing of
+what was posted to that target is read any more.
 """
 
 from __future__ import annotations
@@ -45,7 +49,9 @@ class Region(msgspec.Struct, frozen=True):
 
 
 class Descriptor(msgspec.Struct, frozen=True):
-    """What a peer needs to write here. `generation` counts the receiving agents of this incarnation."""
+    """What one writer needs to write here. `generation` counts the agents of this incarnation, so each has a name that
+    no other has or had.
+    """
 
     backend: Annotated[str, Meta(max_length=64)]
     agent: Annotated[str, Meta(max_length=256)]
@@ -61,6 +67,16 @@ class Proofs(msgspec.Struct, frozen=True):
     drained: bool
     exited: bool
     revoked: bool
+
+
+class Revoked(msgspec.Struct, frozen=True):
+    """The proof that nothing of process `writer` can land any more by the agent of that generation.
+
+    Only an endpoint makes one, when that agent has been destroyed.
+    """
+
+    writer: int
+    generation: int
 
 
 #: One row per span: local region index, local offset, peer region index, peer offset, length; all in bytes.
@@ -106,21 +122,30 @@ class Peer(Protocol):
 class Endpoint(Protocol):
     """One process's end of the data plane. All methods are called from one asyncio loop and never block it.
 
-    * `descriptor()` describes the regions given at construction.
-    * `connect` is idempotent per (agent, generation). Raises TransferError when the backend or the peer refuses.
+    * `regions` are those given at construction: what `accept` offers, and what `write` reads.
+    * `accept(writer)`: the descriptor for that process (an incarnation), and for no other. It is the same one until
+      `revoke`. Raises TransferError when the backend can't have another receiving agent.
+    * `revoke(writer)` destroys the receiving agent of that process, if there is one. Writes through it end BROKEN at
+      the writer. It answers with the proof, or None where there was no agent, or where a writer may reach memory
+      without us (`Proofs.revoked`).
+    * `connect` is idempotent per descriptor. Raises TransferError when the backend or the peer refuses.
     * `write` posts in batches of bounded bytes, in order; several writes to one peer end in order. Raises
       TransferError if a span lies outside a region of either side (nothing is posted then).
     * `notify` is delivered to the peer's `on_notify` after all writes that had ended before the call.
     * `cancel` stops posting; the handle still ends, as CANCELLED or BROKEN (or FLUSHED if all was posted).
     * `expect(+1)` / `expect(-1)`: a room expects data / no longer; the backend polls fast while any does.
-    * `disconnect` forgets a peer; its unfinished writes end BROKEN.
+    * `disconnect` destroys the sending agent of a peer: its unfinished writes end BROKEN, and nothing reads their
+      source any more.
     """
 
     @property
     def backend(self) -> str: ...
     @property
     def proofs(self) -> Proofs: ...
-    def descriptor(self) -> Descriptor: ...
+    @property
+    def regions(self) -> tuple[Region, ...]: ...
+    async def accept(self, writer: int) -> Descriptor: ...
+    async def revoke(self, writer: int) -> Revoked | None: ...
     async def connect(self, descriptor: Descriptor) -> Peer: ...
     def write(self, peer: Peer, spans: Spans, on_end: Callable[[WriteResult], None]) -> WriteHandle: ...
     def notify(self, peer: Peer, payload: bytes) -> None: ...

@@ -17,6 +17,8 @@ from kvferry.transfer.contract import (
     Endpoint,
     Peer,
     Proofs,
+    Region,
+    Revoked,
     Spans,
     TransferError,
     WriteHandle,
@@ -92,15 +94,22 @@ class FaultyEndpoint:
         """Writes that wait for `release_stalled`, or will when their delay is over."""
         return len(self._stalled())
 
-    def descriptor(self) -> Descriptor:
-        return self._inner.descriptor()
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        return self._inner.regions
+
+    async def accept(self, writer: int) -> Descriptor:
+        return await self._inner.accept(writer)
+
+    async def revoke(self, writer: int) -> Revoked | None:
+        return await self._inner.revoke(writer)
 
     async def connect(self, descriptor: Descriptor) -> Peer:
         return await self._inner.connect(descriptor)
 
     def write(self, peer: Peer, spans: Spans, on_end: Callable[[WriteResult], None]) -> WriteHandle:
         self._check_open()
-        check_spans(spans, self._inner.descriptor().regions, peer.descriptor.regions)
+        check_spans(spans, self._inner.regions, peer.descriptor.regions)
         held = HeldWrite(spans, on_end, stalls=self._issued == self._stall_after)
         self._issued += 1
         self._lane(peer).put(held)
@@ -112,7 +121,7 @@ class FaultyEndpoint:
 
     def cancel(self, handle: WriteHandle) -> None:
         if not isinstance(handle, HeldWrite):
-            raise TransferError(f"{self.descriptor().agent}: {handle!r} is not a write of this endpoint")
+            raise TransferError(f"{self.backend}: {handle!r} is not a write of this endpoint")
         handle.cancelled = True
         if handle.inner is not None:
             self._inner.cancel(handle.inner)
@@ -191,4 +200,4 @@ class FaultyEndpoint:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise TransferError(f"{self.descriptor().agent}: the endpoint is closed")
+            raise TransferError(f"{self.backend}: the endpoint is closed")

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvferry.transfer.contract import Descriptor, Peer, Proofs, Spans, TransferError, WriteHandle, WriteResult
+from kvferry.transfer.contract import (
+    Descriptor,
+    Peer,
+    Proofs,
+    Region,
+    Revoked,
+    Spans,
+    TransferError,
+    WriteHandle,
+    WriteResult,
+)
 
 
 class Nowhere:
@@ -16,11 +26,13 @@ class Nowhere:
     backend = "none"
     proofs = Proofs(drained=False, exited=False, revoked=False)
 
-    def __init__(self, incarnation: int) -> None:
-        self._descriptor = Descriptor("none", "", incarnation, 0, b"", ())
+    regions: tuple[Region, ...] = ()
 
-    def descriptor(self) -> Descriptor:
-        return self._descriptor
+    async def accept(self, writer: int) -> Descriptor:
+        raise TransferError("this instance has no data plane")
+
+    async def revoke(self, writer: int) -> Revoked | None:
+        """There is nothing to revoke, and nothing is proved."""
 
     async def connect(self, descriptor: Descriptor) -> Peer:
         raise TransferError(f"agent {descriptor.agent}: this instance has no data plane")

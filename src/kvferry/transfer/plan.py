@@ -1,8 +1,9 @@
 """Which bytes go where: regions are paired once per peer, then pages and rows become spans. Pure.
 
 Regions are paired by what they hold (kind, part, global layer, head range), never by their position in a list.
-Here both sides have equal layouts: an item on one side is an item on the other. A pair of regions that hold
-different heads, or pages of another size, is refused; `Pairing` is where such layouts will be resolved.
+An item on one side is an item on the other: a pair of regions that hold different heads, or pages of another size, is
+refused; `Pairing` is where such layouts will be resolved. Which ranks of two instances meet at all is in
+`kvferry.transfer.ranks`; of such a pair of ranks `pair_common` takes what both have.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from numpy.typing import ArrayLike, NDArray
 from kvferry.transfer.contract import Region, RegionKind, Spans, TransferError
 from kvferry.transfer.spans import make_spans, split, total_bytes
 
-__all__ = ["PairedRegions", "Pairing", "has_writes", "pair", "plan_pages", "plan_row", "required_acks", "split",
-           "total_bytes"]  # fmt: skip
+__all__ = ["PairedRegions", "Pairing", "has_writes", "pair", "pair_common", "plan_pages", "plan_row", "required_acks",
+           "split", "total_bytes"]  # fmt: skip
 
 _Place = tuple[str, int]
+#: What regions hold: (kind, part, layer, first head, heads).
+_Contents = set[tuple[RegionKind, str, int, int, int]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,10 +58,24 @@ def pair(source_regions: Sequence[Region], target_regions: Sequence[Region]) -> 
     Raises TransferError, naming both values, on a part and layer that one side lacks, a repeated one, and on
     unequal item bytes or heads.
     """
-    pages = _pair_kind(RegionKind.PAGES, source_regions, target_regions)
+    return _pair(source_regions, target_regions, None)
+
+
+def pair_common(source_regions: Sequence[Region], target_regions: Sequence[Region]) -> Pairing:
+    """Pair what a source rank and a target rank both have: regions of the same part, layer and heads, and rows; what
+    one of them lacks is for other ranks.
+
+    Raises TransferError, naming both values, on a repeated part and layer, and on unequal item bytes.
+    """
+    common = {_content(region) for region in source_regions} & {_content(region) for region in target_regions}
+    return _pair(source_regions, target_regions, common)
+
+
+def _pair(source_regions: Sequence[Region], target_regions: Sequence[Region], only: _Contents | None) -> Pairing:
+    pages = _pair_kind(RegionKind.PAGES, source_regions, target_regions, only=only)
     parts = dict.fromkeys(region.part for region in source_regions if region.kind is RegionKind.ROWS)
     parts |= dict.fromkeys(region.part for region in target_regions if region.kind is RegionKind.ROWS)
-    rows = {part: _pair_kind(RegionKind.ROWS, source_regions, target_regions, part) for part in parts}
+    rows = {part: _pair_kind(RegionKind.ROWS, source_regions, target_regions, part, only) for part in parts}
     return Pairing(pages=pages, rows=rows)
 
 
@@ -115,10 +132,18 @@ def required_acks(plans: Mapping[int, Spans]) -> tuple[int, ...]:
     return tuple(sorted(rank for rank, spans in plans.items() if has_writes(spans)))
 
 
+def _content(region: Region) -> tuple[RegionKind, str, int, int, int]:
+    return (region.kind, region.part, region.layer, region.first_head, region.heads)
+
+
 def _pair_kind(
-    kind: RegionKind, source: Sequence[Region], target: Sequence[Region], part: str | None = None
+    kind: RegionKind,
+    source: Sequence[Region],
+    target: Sequence[Region],
+    part: str | None = None,
+    only: _Contents | None = None,
 ) -> PairedRegions:
-    mine, theirs = _by_place("source", kind, source, part), _by_place("target", kind, target, part)
+    mine, theirs = _by_place("source", kind, source, part, only), _by_place("target", kind, target, part, only)
     for side, here, there in (("target", mine, theirs), ("source", theirs, mine)):
         missing = [place for place in here if place not in there]
         if missing:
@@ -138,10 +163,14 @@ def _pair_kind(
     )
 
 
-def _by_place(side: str, kind: RegionKind, regions: Sequence[Region], part: str | None) -> dict[_Place, int]:
+def _by_place(
+    side: str, kind: RegionKind, regions: Sequence[Region], part: str | None, only: _Contents | None
+) -> dict[_Place, int]:
     places: dict[_Place, int] = {}
     for index, region in enumerate(regions):
         if region.kind is not kind or (part is not None and region.part != part):
+            continue
+        if only is not None and _content(region) not in only:
             continue
         place = (region.part, region.layer)
         if place in places:

@@ -19,31 +19,29 @@ from kvferry.transfer.contract import (
     Peer,
     Proofs,
     Region,
+    Revoked,
     Spans,
     TransferError,
     WriteHandle,
     WriteResult,
 )
 from kvferry.transfer.spans import check_spans
-from kvferry.transfer.ucx_agent import BACKEND, transport
-from kvferry.transfer.ucx_driver import Driver, UcxPeer, UcxWrite
+from kvferry.transfer.ucx_agent import BACKEND, agent_name, transport
+from kvferry.transfer.ucx_driver import Driver
+from kvferry.transfer.ucx_peer import UcxPeer, UcxWrite
 
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
 
-def agent_name(incarnation: int, generation: int) -> str:
-    """A replaced process has another name, so nothing that is meant for one ever reaches the other."""
-    return f"kvferry-{incarnation:016x}-{generation}"
-
-
 class UcxEndpoint:
     """`Endpoint` over UCX. Raises TransferError when UCX gives no agent over `transports`.
 
-    Over tcp, peers reach it at `host`, an address of this machine.
+    Over tcp, peers reach it at `host`, an address of this machine. It has at most `max_agents` agents at a time, one
+    for each writer and one for each target; each takes about 10 MB.
 
-    Construction waits for the agent to start, 0.1 to 1 s: do it in a thread if the loop has other work by then.
+    Construction waits for the first agent to start, 0.1 to 1 s: do it in a thread if the loop has other work by then.
     The regions' memory must stay mapped until `close` has returned. A cancelled write that still waits behind
     others ends at once; all other writes to one peer end in order.
     """
@@ -61,34 +59,34 @@ class UcxEndpoint:
         batch_bytes: int = 8 * 1024 * 1024,
         poll_busy_ms: float = 1.0,
         poll_idle_ms: float = 20.0,
-        generation: int = 0,
+        max_agents: int = 256,
     ) -> None:
         self._regions = regions
         self._incarnation = incarnation
-        self._generation = generation
-        self._agent = agent_name(incarnation, generation)
+        self._name = f"kvferry-{incarnation:016x}"
         self._transports = transports
         self._loop = loop
         self._closed = False
         self._driver = Driver(
-            name=self._agent,
+            incarnation=incarnation,
             transports=transports,
             host=host,
             batch_bytes=batch_bytes,
             poll_busy_ms=poll_busy_ms,
             poll_idle_ms=poll_idle_ms,
+            max_agents=max_agents,
             regions=regions,
             on_notify=on_notify,
             now_s=now_s,
             deliver=self._deliver,
         )
-        self._ready: Future[bytes] = Future()
+        self._ready: Future[None] = Future()
         self._finished: asyncio.Future[None] = loop.create_future()
         # A daemon, so that a process that ends without `close` is not held up by it.
-        self._thread = Thread(target=self._run, name=self._agent, daemon=True)
+        self._thread = Thread(target=self._run, name=self._name, daemon=True)
         self._thread.start()
         try:
-            self._metadata = self._ready.result()
+            self._ready.result()
         except TransferError:
             self._closed = True
             self._driver.commands.put(self._driver.close)
@@ -103,15 +101,21 @@ class UcxEndpoint:
     def proofs(self) -> Proofs:
         return transport(self._transports).proofs
 
-    def descriptor(self) -> Descriptor:
-        return Descriptor(
-            backend=BACKEND,
-            agent=self._agent,
-            incarnation=self._incarnation,
-            generation=self._generation,
-            metadata=self._metadata,
-            regions=self._regions,
-        )
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        return self._regions
+
+    async def accept(self, writer: int) -> Descriptor:
+        self._check_open()
+        accepted: asyncio.Future[Descriptor] = self._loop.create_future()
+        self._command(partial(self._driver.accept, writer, partial(_settle, accepted)))
+        return await accepted
+
+    async def revoke(self, writer: int) -> Revoked | None:
+        self._check_open()
+        revoked: asyncio.Future[Revoked | None] = self._loop.create_future()
+        self._command(partial(self._driver.revoke, writer, partial(_settle, revoked)))
+        return await revoked
 
     async def connect(self, descriptor: Descriptor) -> Peer:
         self._check_open()
@@ -122,8 +126,8 @@ class UcxEndpoint:
                 f"agent {descriptor.agent!r} does not belong to incarnation {descriptor.incarnation:016x}, "
                 f"generation {descriptor.generation}"
             )
-        if descriptor.agent == self._agent:
-            raise TransferError(f"{self._agent}: can't connect to itself")
+        if descriptor.incarnation == self._incarnation:
+            raise TransferError(f"{self._name}: can't connect to itself")
         connected: asyncio.Future[UcxPeer] = self._loop.create_future()
         self._command(partial(self._driver.connect, descriptor, partial(_settle, connected)))
         return await connected
@@ -142,7 +146,7 @@ class UcxEndpoint:
 
     def cancel(self, handle: WriteHandle) -> None:
         if not isinstance(handle, UcxWrite):
-            raise TransferError(f"{self._agent}: {handle!r} is not a write of this backend")
+            raise TransferError(f"{self._name}: {handle!r} is not a write of this backend")
         self._command(partial(self._driver.cancel, handle))
 
     def expect(self, change: int) -> None:
@@ -155,7 +159,7 @@ class UcxEndpoint:
         await gone
 
     async def close(self) -> None:
-        """Deletes the agent on its thread and joins it; unfinished writes have ended BROKEN when this returns."""
+        """Deletes the agents on their thread and joins it; unfinished writes have ended BROKEN when this returns."""
         if not self._closed:
             self._closed = True
             self._driver.commands.put(self._driver.close)
@@ -168,12 +172,12 @@ class UcxEndpoint:
 
     def _known(self, peer: Peer) -> UcxPeer:
         if not isinstance(peer, UcxPeer):
-            raise TransferError(f"{self._agent}: {peer!r} is not a peer of this backend")
+            raise TransferError(f"{self._name}: {peer!r} is not a peer of this backend")
         return peer
 
     def _check_open(self) -> None:
         if self._closed:
-            raise TransferError(f"{self._agent}: the endpoint is closed")
+            raise TransferError(f"{self._name}: the endpoint is closed")
 
     def _command(self, command: Callable[[], None]) -> None:
         if not self._closed:  # after it, `cancel` and `expect` are late news
@@ -184,7 +188,7 @@ class UcxEndpoint:
         try:
             self._loop.call_soon_threadsafe(call)
         except RuntimeError as error:
-            _log.info("%s: a result was not delivered: %s", self._agent, error)
+            _log.info("%s: a result was not delivered: %s", self._name, error)
 
 
 def _settle(future: asyncio.Future[T] | Future[T], answer: T | TransferError) -> None:

@@ -71,6 +71,40 @@ def nixl_errors() -> tuple[type[Exception], ...]:
     return tuple(kind for kind in bindings.values() if isinstance(kind, type) and issubclass(kind, Exception))
 
 
+def agent_name(incarnation: int, generation: int) -> str:
+    """A replaced process has another name, so nothing that is meant for one ever reaches the other."""
+    return f"kvferry-{incarnation:016x}-{generation}"
+
+
+class Agent:
+    """One of our agents, with all regions registered. Made, driven and deleted on one thread. `metadata` is
+    `Descriptor.metadata`.
+    """
+
+    def __init__(
+        self, incarnation: int, generation: int, transports: str, host: str, regions: Sequence[Region]
+    ) -> None:
+        """Raises whatever NIXL raises when UCX has no such transport."""
+        self.generation = generation
+        self.name = agent_name(incarnation, generation)
+        self.nixl, self._registration, self.metadata = open_agent(self.name, transports, host, regions)
+
+    def notifications(self) -> list[tuple[str, bytes]]:
+        """What has come, as (sender's agent, payload). Drives the agent."""
+        return [
+            (name.decode() if isinstance(name, bytes) else str(name), bytes(payload))
+            for name, payloads in self.nixl.get_new_notifs().items()
+            for payload in payloads
+        ]
+
+    def delete(self) -> None:
+        """When this returns, UCX has let go: nothing lands by this agent, and nothing that it posted is read."""
+        # NIXL's wrapper may be held by the traceback of an error somewhere; the agent itself must go now.
+        if self.nixl is not None:
+            self.nixl.agent = None
+        self.nixl = self._registration = None
+
+
 def open_agent(name: str, transports: str, host: str, regions: Sequence[Region]) -> tuple[Any, Any, bytes]:
     """A new agent with all regions registered: (agent, registration, `Descriptor.metadata`). `host` is the address on
     which peers reach this process.

@@ -1,0 +1,39 @@
+"""What the status says of quarantined pages: whose they were, who may still write to them, and what is waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from kvferry.actors.decode.room import DecodeRoom
+from kvferry.transfer.contract import Proofs
+
+
+def quarantined(
+    rooms: Iterable[DecodeRoom], proofs: Proofs, is_up: Callable[[int], bool], now_s: float
+) -> list[dict[str, Any]]:
+    """One row for each room whose pages wait for proof. `waits_for`: the ranks that have not drained, and what else
+    would do over this transport. Room ids are strings: they exceed what JSON readers keep exact.
+    """
+    return [_row(room, proofs, is_up, now_s) for room in rooms if room.holding is not None and room.holding.quarantined]
+
+
+def _row(room: DecodeRoom, proofs: Proofs, is_up: Callable[[int], bool], now_s: float) -> dict[str, Any]:
+    assert room.holding is not None
+    machine = room.machine
+    gone = machine.exited | machine.revoked
+    ranks = [r for r, process in sorted(machine.writers.items()) if r not in machine.acks and process not in gone]
+    waits_for = [f"drained by rank {rank}" for rank in ranks] if proofs.drained else []
+    waits_for += ["exited"] if proofs.exited else []
+    waits_for += ["revoked"] if proofs.revoked else []
+    cause = machine.cause
+    return {
+        "room": str(room.room),
+        "pages": list(room.holding.pages),
+        "writer": room.peer.name,
+        "writer_pid": room.peer.pid,
+        "linked": is_up(room.peer.incarnation),
+        "for_s": round(now_s - room.quarantined_s, 3),
+        "waits_for": waits_for,
+        "cause": cause.text() if cause is not None else "",
+    }

@@ -1,0 +1,149 @@
+"""Who may write here, and by which agents: each process of prefill has one of its own at each rank that it writes to,
+until it is shut out.
+
+Agents take their time to be made and to be destroyed, by the rank whose they are; what becomes of it comes back as
+items for the leader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from kvferry.actors.decode.room import DecodeRoom
+from kvferry.actors.ranks.team import Team
+from kvferry.protocol.instance import Accept, Revoke
+from kvferry.protocol.rank import LEADER, Member
+from kvferry.protocol.receiver import ReceiverState
+from kvferry.transfer.contract import Descriptor, Endpoint, Revoked, TransferError
+from kvferry.transfer.ranks import places_of, routes
+
+#: A writer's process (its incarnation), and the target rank that it writes to.
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """Item: target rank `target` has (or has not) an agent for that process. `turn` tells it from one that was revoked
+    meanwhile.
+    """
+
+    writer: int
+    target: int
+    turn: int
+    descriptor: Descriptor | None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class ShutOut:
+    """Item: the agent of that process at `target` is gone. `proof` is None where that proves nothing."""
+
+    writer: int
+    target: int
+    proof: Revoked | None
+
+
+async def accept(endpoint: Endpoint, writer: int, target: int, turn: int) -> Accepted:
+    """This rank's agent for the process `writer`."""
+    try:
+        return Accepted(writer, target, turn, await endpoint.accept(writer))
+    except TransferError as error:
+        return Accepted(writer, target, turn, None, str(error))
+
+
+class Writers:
+    """`spawn` and `post` are the leader's."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        team: Team,
+        spawn: Callable[[Awaitable[None]], None],
+        post: Callable[[Accepted | ShutOut], None],
+    ) -> None:
+        self._endpoint, self._team, self._spawn, self._post = endpoint, team, spawn, post
+        self._turns = 0
+        self._asked: dict[Pair, int] = {}  # pair -> turn; an endpoint does what it is asked in this order
+        self._known: dict[Pair, Descriptor] = {}
+
+    @property
+    def incarnations(self) -> set[int]:
+        """Those that have an agent here, or will have one."""
+        return {writer for writer, _ in self._asked.keys() | self._known.keys()}
+
+    def routes(self, sources: Sequence[Member]) -> dict[int, tuple[int, ...]]:
+        """Source rank -> the ranks here that it writes to. Raises TransferError for layouts that don't fit."""
+        if len(sources) == 1 and self._team.size == 1:
+            return {LEADER: (LEADER,)}
+        return routes({source.rank: places_of(source.slice) for source in sources}, self._team.places())
+
+    def descriptors(self, pairs: Iterable[Pair]) -> dict[Pair, Descriptor] | None:
+        """What each is to be told, or None: then `Accepted` follows for those that have no agent yet."""
+        wanted = list(pairs)
+        missing = [pair for pair in wanted if pair not in self._known]
+        for pair in missing:
+            if pair not in self._asked:
+                self._turns += 1
+                self._asked[pair] = self._turns
+                self._ask(*pair, self._turns)
+        return None if missing else {pair: self._known[pair] for pair in wanted}
+
+    def _ask(self, writer: int, target: int, turn: int) -> None:
+        if target == LEADER:
+            self._spawn(self._accept(writer, turn))
+        else:
+            self._team.send(target, Accept(writer, turn))
+
+    async def _accept(self, writer: int, turn: int) -> None:
+        self._post(await accept(self._endpoint, writer, LEADER, turn))
+
+    def accepted(self, item: Accepted) -> bool:
+        """False when it was revoked before it was known."""
+        pair = (item.writer, item.target)
+        if self._asked.get(pair) != item.turn:
+            return False
+        del self._asked[pair]
+        if item.descriptor is not None:
+            self._known[pair] = item.descriptor
+        return True
+
+    def shut_out(self, writer: int) -> bool:
+        """Destroy that process's agents: `ShutOut` follows for each. False when it has none, or is being shut out."""
+        return self._close([pair for pair in self._asked.keys() | self._known.keys() if pair[0] == writer])
+
+    def shut_out_of(self, room: DecodeRoom, writer: int) -> bool:
+        """As `shut_out`, as far as the agents that the room's destination names are those that there are. They may be
+        gone already, and others in use by rooms that have nothing to do with this one.
+        """
+        mine = [pair for pair in room.agents if pair[0] == writer and pair in self._known]
+        return self._close([pair for pair in mine if room.agents[pair] == self._known[pair].generation])
+
+    def _close(self, pairs: list[Pair]) -> bool:
+        for writer, target in sorted(pairs):
+            self._asked.pop((writer, target), None)
+            self._known.pop((writer, target), None)
+            if target == LEADER:
+                self._spawn(self._revoke(writer))
+            else:
+                self._team.send(target, Revoke(writer))
+        return bool(pairs)
+
+    async def _revoke(self, writer: int) -> None:
+        self._post(ShutOut(writer, LEADER, await self._endpoint.revoke(writer)))
+
+
+def awaiting(rooms: Iterable[DecodeRoom], writer: int) -> list[DecodeRoom]:
+    """Rooms that are admitted, and whose destination waits for that writer's agent."""
+    receiving = [room for room in rooms if room.machine.state is ReceiverState.RECEIVING and not room.agents]
+    return [room for room in receiving if writer in room.machine.writers.values()]
+
+
+def shuts_out(room: DecodeRoom, target: int, proof: Revoked) -> bool:
+    """The room's destination names an agent of that writer at `target` that is gone; and now all of that writer's
+    agents that it names are.
+    """
+    if room.agents.get((proof.writer, target)) != proof.generation:
+        return False
+    room.closed.add((proof.writer, target))
+    return all(pair in room.closed for pair in room.agents if pair[0] == proof.writer)

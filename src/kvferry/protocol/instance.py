@@ -1,0 +1,152 @@
+"""What the ranks of one instance say to each other: a leader to its followers, and they to it.
+
+A leader decides and its followers carry out: they plan nothing, free no page, and tell nobody but the owner of target
+pages what has become of their writes. Page numbers are the same in every rank, so one list serves all.
+"""
+
+from __future__ import annotations
+
+from kvferry.protocol.address import Address
+from kvferry.protocol.errors import Cause
+from kvferry.protocol.message import Index, Message
+from kvferry.protocol.rank import RankInfo
+
+
+class Join(Message, frozen=True):
+    """Follower -> leader, until it is answered."""
+
+    info: RankInfo
+
+
+class Joined(Message, frozen=True):
+    """Leader -> follower: from here on neither lives without the other."""
+
+    rank: int
+
+
+# --- Forwards ----------------------------------------------------------------------------------------------
+
+
+class RunStep(Message, frozen=True):
+    """Leader -> followers: the plan of a forward, in wire form (`kvferry.engine.contract.StepPlan`)."""
+
+    plan: bytes
+
+
+class Stepped(Message, frozen=True):
+    """Follower -> leader: its part of that forward has ended. `part` is what the leader needs of it for the result."""
+
+    step: int
+    part: bytes = b""
+
+
+# --- Prefill: a room's writes ------------------------------------------------------------------------------
+
+
+class WriteTo(Message, frozen=True):
+    """Leader -> follower: this room's prompt goes to `pages` of the target ranks `targets`, whose descriptors (for this
+    follower) are `agents`; `owner` is decode's leader.
+    """
+
+    room: int
+    owner: Address
+    pages: tuple[Index, ...]
+    targets: tuple[Index, ...]
+    agents: tuple[bytes, ...]
+
+
+class WriteChunk(Message, frozen=True):
+    """Leader -> follower: write the source pages `pages` to the room's target pages from number `first` on. With
+    `last` there will be no more. Each is answered by one `Wrote`.
+    """
+
+    room: int
+    chunk: int
+    first: Index
+    pages: tuple[Index, ...]
+    last: bool = False
+
+
+class Wrote(Message, frozen=True):
+    """Follower -> leader: nothing of that chunk is on the way any more. `flushed`: all of it lies at the targets."""
+
+    room: int
+    chunk: int
+    flushed: bool
+    kv_bytes: int = 0
+    error: str = ""
+
+
+class CancelRoom(Message, frozen=True):
+    """Leader -> follower: stop posting the room's writes. Each chunk is still answered."""
+
+    room: int
+    cause: Cause
+
+
+class RankFailed(Message, frozen=True):
+    """Follower -> leader: it can't go on with the room."""
+
+    room: int
+    cause: Cause
+
+
+class ConfirmAbort(Message, frozen=True):
+    """Follower -> leader: decode has aborted a room that is not here. Can anything of it still come?"""
+
+    room: int
+    cause: Cause
+
+
+class AbortConfirmed(Message, frozen=True):
+    """Leader -> follower: nothing of the room comes after this."""
+
+    room: int
+
+
+# --- Decode: what arrives ----------------------------------------------------------------------------------
+
+
+class Accept(Message, frozen=True):
+    """Leader -> follower: the process of that incarnation will write here. `turn` comes back with the answer."""
+
+    writer: int
+    turn: int
+
+
+class Accepted(Message, frozen=True):
+    """Follower -> leader: the wire form of the descriptor that is for that writer, or why there is none."""
+
+    writer: int
+    turn: int
+    agent: bytes
+    error: str = ""
+
+
+class Revoke(Message, frozen=True):
+    """Leader -> follower: destroy the agent by which that process writes here."""
+
+    writer: int
+
+
+class RevokedAt(Message, frozen=True):
+    """Follower -> leader: that writer's agent of this generation is gone; -1: that proves nothing."""
+
+    writer: int
+    generation: int
+
+
+class Expect(Message, frozen=True):
+    """Leader -> follower: so many more (or fewer) rooms expect data."""
+
+    change: int
+
+
+class Arrived(Message, frozen=True):
+    """Follower -> leader: a source rank's notification has come to this target rank on the data path. `incarnation` is
+    the source process's.
+    """
+
+    room: int
+    source: int
+    incarnation: int

@@ -1,0 +1,111 @@
+"""The ranks of simulated instances: production classes with a scripted engine, which has a slice of the model each.
+
+A rank that is not its instance's leader is named for it: prefill-0.1 is rank 1 of prefill-0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from kvferry.actors.actor import Actor
+from kvferry.actors.decode.decode import Decode
+from kvferry.actors.decode.follower import DecodeFollower
+from kvferry.actors.inbox import Inbox
+from kvferry.actors.links import LinkLayer
+from kvferry.actors.parts import Parts
+from kvferry.actors.ports import Resolve
+from kvferry.actors.prefill.follower import PrefillFollower
+from kvferry.actors.prefill.prefill import Prefill
+from kvferry.actors.unified.leader import UnifiedLeader
+from kvferry.engine.contract import EngineLimits
+from kvferry.engine.scripted import ScriptedEngine, ScriptedTexts
+from kvferry.protocol.rank import LEADER, Layout, RankInfo, slice_of
+from kvferry.sim.network import SimClock
+from kvferry.transfer.contract import Endpoint
+from kvferry.transfer.fake import FakeFabric
+from kvferry.transfer.faulty import FaultyEndpoint
+from kvferry.transfer.nowhere import Nowhere
+
+if TYPE_CHECKING:
+    from kvferry.sim.system import SimOptions
+
+
+def instance_of(name: str) -> tuple[str, int]:
+    """The instance that a process belongs to, and its rank there."""
+    instance, _, rank = name.partition(".")
+    return instance, int(rank or LEADER)
+
+
+def rank_names(options: SimOptions, role: str, instance: str) -> list[str]:
+    """All processes of an instance, its leader's first."""
+    settings = getattr(options, role, None)
+    ranks = getattr(settings, "tp", 1) * getattr(settings, "pp", 1)
+    return [instance, *(f"{instance}.{rank}" for rank in range(1, ranks))]
+
+
+class RankMaker:
+    """Puts the parts of one rank together. `resolve` finds processes by name."""
+
+    def __init__(self, options: SimOptions, fabric: FakeFabric, resolve: Resolve) -> None:
+        self._options, self._fabric, self._resolve = options, fabric, resolve
+
+    def make(self, role: str, name: str, links: LinkLayer, clock: SimClock) -> tuple[Actor, Endpoint | None]:
+        options = self._options
+        settings: Any = getattr(options, role)
+        info = self._info(role, name, links)
+        engine = self._engine(info, clock)
+        inbox = Inbox()
+        endpoint = self._endpoint(role, engine, links.address.incarnation, inbox, clock)
+        texts, mailbox, limits = ScriptedTexts(options.eos_token_ids), options.links.mailbox, options.clocks
+        parts = Parts(
+            links, clock, mailbox, self._resolve, engine, texts, endpoint, info, limits, settings.max_rooms,
+            engine.combine,
+        )  # fmt: skip
+        if role == "unified":
+            return UnifiedLeader(replace(parts, endpoint=Nowhere()), options.unified), None
+        if role == "prefill":
+            return Prefill(parts, options.prefill) if info.rank == LEADER else PrefillFollower(parts), endpoint
+        decode = Decode(parts, options.decode) if info.rank == LEADER else DecodeFollower(parts)
+        inbox.deliver = decode.notified
+        return decode, endpoint
+
+    def _info(self, role: str, name: str, links: LinkLayer) -> RankInfo:
+        options = self._options
+        settings = getattr(options, role)
+        instance, rank = instance_of(name)
+        tp, pp = getattr(settings, "tp", 1), getattr(settings, "pp", 1)
+        layout = Layout(
+            "scripted", "1", "float32", options.page_size, layers=3, kv_heads=2, head_dim=4, policy=options.policy
+        )
+        tokens = min(settings.pool_pages * options.page_size, options.context_tokens)
+        return RankInfo(
+            instance, role, links.address, layout, tp_rank=rank % tp, tp_size=tp, pp_rank=rank // tp, pp_size=pp,
+            pages=settings.pool_pages, max_prompt_tokens=tokens, max_total_tokens=tokens,
+        )  # fmt: skip
+
+    def _engine(self, info: RankInfo, clock: SimClock) -> ScriptedEngine:
+        options = self._options
+        limits = EngineLimits(info.pages, options.page_size, options.context_tokens, vocab_size=50_000)
+        part = slice_of(info.layout, info.tp_rank, info.tp_size, info.pp_rank, info.pp_size)
+        return ScriptedEngine(
+            info.layout, limits, metadata_rows=64, sleep=clock.sleep, cost_s=options.cost_s, part=part
+        )  # fmt: skip
+
+    def _endpoint(
+        self, role: str, engine: ScriptedEngine, incarnation: int, inbox: Callable[[str, bytes], None], clock: SimClock
+    ) -> Endpoint:
+        endpoint: Endpoint = self._fabric.endpoint(engine.regions(), incarnation, inbox, clock.sleep, clock.running)
+        faults = self._options.faults
+        if role == "prefill" and (faults.delay_ms > 0 or faults.stall_after >= 0):
+            endpoint = FaultyEndpoint(
+                endpoint,
+                delay_s=faults.delay_ms / 1000,
+                stall_after=faults.stall_after,
+                sleep=clock.sleep,
+                loop=asyncio.get_running_loop(),
+                cancel_ends=self._options.cancel_ends,
+            )
+        return endpoint

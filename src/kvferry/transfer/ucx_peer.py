@@ -1,0 +1,177 @@
+"""A connected target of the `ucx` backend: the agent that writes to it and nobody else, and its queue of work.
+
+The work is done strictly in order. Only the first write is posted, in pieces, with at most `batch_bytes` under way, so
+a cancel is never more than that away from its end. A handle is owned before it is posted and is released when it is
+done or has raised, or when the agent goes: releasing one that is under way aborts nothing, and its bytes would be read
+after their owner was told that the write had ended. For the same reason nothing here times out.
+
+All of it happens on the driver's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kvferry.transfer.contract import Descriptor, Region, Spans, WriteOutcome, WriteResult
+from kvferry.transfer.spans import addresses, split, total_bytes
+from kvferry.transfer.ucx_agent import Agent, describe, nixl_errors
+
+#: Handles under way at a time; each carries a quarter of `batch_bytes`, which keeps single calls short.
+PIECES = 4
+
+_log = logging.getLogger(__name__)
+
+
+class UcxWrite:
+    """One write. `result` is written on the endpoint's loop, everything else on the driver's thread."""
+
+    def __init__(self, spans: Spans, on_end: Callable[[WriteResult], None]) -> None:
+        self.result: WriteResult | None = None
+        self.spans = spans
+        self.on_end = on_end
+        self.pieces: deque[Spans] | None = None  # not yet posted; None until the write's first turn
+        self.posted: deque[tuple[Any, int]] = deque()  # (handle, bytes), oldest first
+        self.flushed_bytes = 0
+        self.first_post_s: float | None = None
+        self.cancelled = False
+
+
+class UcxPeer:
+    """`broken` says why, once it is, and that is for good: its agent is gone. A new connection is a new object."""
+
+    def __init__(
+        self,
+        descriptor: Descriptor,
+        agent: Agent,
+        regions: tuple[Region, ...],
+        batch_bytes: int,
+        now_s: Callable[[], float],
+        deliver: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self._descriptor, self._agent, self._regions = descriptor, agent, regions
+        self._piece_bytes = max(1, batch_bytes // PIECES)
+        self._now_s, self._deliver = now_s, deliver
+        self._errors = nixl_errors()
+        self._work: deque[UcxWrite | bytes] = deque()
+        self.broken = ""
+
+    @property
+    def descriptor(self) -> Descriptor:
+        return self._descriptor
+
+    @property
+    def agent(self) -> Agent:
+        return self._agent
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._work)
+
+    def write(self, write: UcxWrite) -> None:
+        if self.broken:
+            self._end(write, WriteOutcome.BROKEN, self.broken)
+        else:
+            self._work.append(write)
+
+    def notify(self, payload: bytes) -> None:
+        if self.broken:
+            _log.warning("%s: notification to %s dropped: %s", self._agent.name, self._descriptor.agent, self.broken)
+        else:
+            self._work.append(payload)
+
+    def cancel(self, write: UcxWrite) -> None:
+        """One that waits behind others has nothing to wait for. The first is ended by its next turn."""
+        write.cancelled = True
+        if write in self._work and self._work[0] is not write:
+            self._work.remove(write)
+            self._end(write, WriteOutcome.CANCELLED)
+
+    def serve(self) -> bool:
+        """One turn: reap, post one piece, end. True when anything moved. Call it while `busy`."""
+        first = self._work[0]
+        try:
+            if isinstance(first, bytes):
+                self._agent.nixl.send_notif(self._descriptor.agent, first)
+                self._work.popleft()
+                return True
+            if first.pieces is None:
+                first.pieces = deque(split(first.spans, self._piece_bytes))
+            moved = self._reap(first)
+            if first.pieces and not first.cancelled and len(first.posted) < PIECES:
+                self._post(first, first.pieces.popleft())
+                moved = True
+        except self._errors as error:
+            why = describe(error)
+            _log.warning("%s: peer %s is broken: %s", self._agent.name, self._descriptor.agent, why)
+            self.destroy(why)
+            return True
+        if not first.posted and (first.cancelled or not first.pieces):
+            self._work.popleft()
+            self._end(first, WriteOutcome.CANCELLED if first.pieces else WriteOutcome.FLUSHED)
+            return True
+        return moved
+
+    def destroy(self, why: str) -> None:
+        """Delete the agent, which ends whatever is under way; only then are the writes told."""
+        if self.broken:
+            return
+        self.broken = why
+        for work in self._work:
+            while isinstance(work, UcxWrite) and work.posted:
+                self._release(work.posted.popleft()[0])
+        self._agent.delete()
+        while self._work:
+            work = self._work.popleft()
+            if isinstance(work, UcxWrite):
+                self._end(work, WriteOutcome.BROKEN, why)
+
+    def _post(self, write: UcxWrite, piece: Spans) -> None:
+        size_bytes = total_bytes(piece)
+        source = self._descriptors(piece, self._regions, "source")
+        target = self._descriptors(piece, self._descriptor.regions, "target")
+        handle = self._agent.nixl.initialize_xfer("WRITE", source, target, self._descriptor.agent)
+        if write.first_post_s is None:
+            write.first_post_s = self._now_s()
+        write.posted.append((handle, size_bytes))  # owned before it is posted
+        if self._agent.nixl.transfer(handle) == "DONE":
+            write.posted.pop()
+            self._release(handle)
+            write.flushed_bytes += size_bytes
+
+    def _descriptors(self, piece: Spans, regions: tuple[Region, ...], side: str) -> Any:
+        rows = np.zeros((len(piece), 3), dtype=np.uint64)  # address, length, device
+        rows[:, 0] = addresses(piece, regions, side)
+        rows[:, 1] = piece["length"].astype(np.uint64)
+        return self._agent.nixl.get_xfer_descs(rows, "DRAM")
+
+    def _reap(self, write: UcxWrite) -> bool:
+        """Release what is done."""
+        moved = False
+        for handle, size_bytes in list(write.posted):
+            if self._agent.nixl.check_xfer_state(handle) == "DONE":
+                write.posted.remove((handle, size_bytes))
+                self._release(handle)
+                write.flushed_bytes += size_bytes
+                moved = True
+        return moved
+
+    def _end(self, write: UcxWrite, outcome: WriteOutcome, error: str = "") -> None:
+        wire_s = 0.0 if write.first_post_s is None else self._now_s() - write.first_post_s
+        result = WriteResult(outcome, write.flushed_bytes, wire_s, error)
+
+        def ended() -> None:
+            write.result = result
+            write.on_end(result)
+
+        self._deliver(ended)
+
+    def _release(self, handle: Any) -> None:
+        try:
+            self._agent.nixl.release_xfer_handle(handle)
+        except self._errors as error:
+            _log.info("%s: a handle was not released: %s", self._agent.name, describe(error))
