@@ -39,8 +39,9 @@ from storm_report import Storm, document, figures, picture, show
 from strikes import Strikes
 
 SILENCE_S = 10.0
+#: Chunks that most prompts have several of, so that what strikes and who leaves meet a prompt half written.
 ARGS = {
-    "prefill": {"instances": 2, "pool_pages": 64},
+    "prefill": {"instances": 2, "pool_pages": 64, "chunk_tokens": 32},
     "decode": {"instances": 2, "pool_pages": 64},
     "router": {"instances": 2},
     "links": {"silence_s": SILENCE_S},
