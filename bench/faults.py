@@ -1,9 +1,7 @@
-"""Storm: `kill -9` of each kind of process under load, on real Ray, with the real model.
+"""`kill -9` of each kind of process under load, on real Ray, with the real model.
 
 For each fault, several times: 8 clients stream 300 greedy tokens each; in mid-stream one process is killed. What every
-client receives is held against what it receives without a kill, token by token. Two runs may differ where two tokens
-are a float's rounding apart: a difference counts as a tie if the two best logits of the undisturbed run are at most
-1e-3 apart there, and what follows a tie is not compared.
+client receives is held against what it receives without a kill, token by token (`answers.py` says what a tie is).
 
 `wrong`: answers with another difference. `lost`: answers that ended early or with an error. `recovery_s`: from the kill
 until the process is back (a new pid, registered) and a fresh request is answered right. `pages_unaccounted`: pages that
@@ -13,36 +11,25 @@ are in no state, or still in use when nothing runs.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+import accounts
 import httpx
+from answers import Answer, ask, compare
 from report import arguments, finish, table
 from rich.progress import Progress
 from serving import Served
 
 MODEL = "smollm2-135m"
 STREAMS = 8
-TIE = 1e-3
 FAULTS = ("decode", "prefill", "router", "registry")
 ARGS = {"prefill": {"instances": 1}, "decode": {"instances": 2}, "router": {"instances": 2}}
 PROBE = {"model": MODEL, "prompt": "The capital of France is", "max_tokens": 6, "temperature": 0}
-
-
-@dataclass
-class Answer:
-    """What one client has received."""
-
-    token_ids: list[int] = field(default_factory=list)
-    gaps: list[float] = field(default_factory=list)  # between the two best logits, where they were asked for
-    text: str = ""
-    finish_reason: str = ""
-    error: str = ""
 
 
 @dataclass
@@ -70,37 +57,10 @@ def body_of(client: int, tokens: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-async def stream(http: httpx.AsyncClient, client: int, tokens: int, answer: Answer) -> None:
-    """Read one answer to its end, or to what ended it."""
-    try:
-        async with http.stream("POST", "/v1/completions", json=body_of(client, tokens)) as response:
-            if response.status_code != 200:
-                answer.error = (await response.aread()).decode()
-                return
-            async for line in response.aiter_lines():
-                if line.startswith("data: ") and line != "data: [DONE]":
-                    take(answer, json.loads(line.removeprefix("data: ")))
-    except httpx.HTTPError as error:
-        answer.error = f"{type(error).__name__}: {error}"
-
-
-def take(answer: Answer, event: dict[str, Any]) -> None:
-    if "error" in event:
-        answer.error = event["error"]["message"]
-        return
-    for choice in event["choices"]:
-        answer.text += choice["text"]
-        answer.token_ids += choice["token_ids"]
-        answer.finish_reason = choice["finish_reason"] or answer.finish_reason
-        for best in (choice["logprobs"] or {}).get("top_logprobs") or []:
-            first, second = sorted(best.values(), reverse=True)[:2]
-            answer.gaps.append(first - second)
-
-
 async def all_streams(url: str, tokens: int, answers: list[Answer]) -> None:
     limits = httpx.Limits(max_connections=STREAMS)
     async with httpx.AsyncClient(base_url=url, timeout=600.0, limits=limits) as http:
-        await asyncio.gather(*(stream(http, client, tokens, answers[client]) for client in range(STREAMS)))
+        await asyncio.gather(*(ask(http, body_of(client, tokens), answers[client]) for client in range(STREAMS)))
 
 
 def judge(answer: Answer, right: Answer) -> str:
@@ -109,8 +69,7 @@ def judge(answer: Answer, right: Answer) -> str:
         return "lost"
     if answer.token_ids == right.token_ids:
         return "" if answer.text == right.text else "wrong"
-    at = next(i for i, (a, b) in enumerate(zip(answer.token_ids, right.token_ids, strict=True)) if a != b)
-    return "tie" if right.gaps[at] <= TIE else "wrong"
+    return compare(answer.token_ids, right.token_ids, right.gaps)
 
 
 def pick(server: Served, fault: str, turn: int) -> tuple[str, int]:
@@ -161,19 +120,6 @@ def wait_back(server: Served, victim: str, pid: int) -> None:
         raise RuntimeError(f"after the loss of {victim} the probe is answered {text!r}")
 
 
-def pages_unaccounted(server: Served, limit_s: float = 60.0) -> int:
-    """Pages that are not free or cached though nothing runs. Waits for what may still be on its way."""
-    end_s = time.monotonic() + limit_s
-    while True:
-        status = server.status()
-        pages = [instance["pages"] for instance in status["instances"]]
-        missing = sum(p["total"] - p["free"] - p["cached"] for p in pages if p)
-        missing += sum(1 for p in pages if not p)  # an instance that does not answer accounts for nothing
-        if (not missing and not status["rooms_live"]) or time.monotonic() > end_s:
-            return missing
-        time.sleep(0.2)
-
-
 async def run(server: Served, repeats: int, tokens: int) -> list[Hit]:
     right = [Answer() for _ in range(STREAMS)]
     await all_streams(server.url, tokens, right)
@@ -197,7 +143,7 @@ def main() -> None:
     options = parser.parse_args()
     with Served(ARGS) as server:
         hits = asyncio.run(run(server, options.repeats, options.tokens))
-        unaccounted = pages_unaccounted(server)
+        unaccounted = accounts.settled(server, 60.0).unaccounted
     rows = [
         [
             f"kill -9 of {hit.victim}", str(hit.streaming), str(STREAMS - hit.wrong - hit.lost), str(hit.ties),

@@ -84,8 +84,11 @@ class Served:
             time.sleep(0.05)
 
     def stop(self, number: int = signal.SIGINT) -> int:
-        """As Ctrl-C on a terminal does: the signal goes to the whole foreground process group. The exit status; raises
-        subprocess.TimeoutExpired, and ends it by force, when it does not end by itself."""
+        """As Ctrl-C on a terminal does: the signal goes to the whole foreground process group. The exit status, again
+        when it has been stopped before; raises subprocess.TimeoutExpired, and ends it by force, when it does not end by
+        itself."""
+        if self.process.returncode is not None:
+            return self.process.returncode
         self.http.close()
         os.killpg(self.process.pid, number)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import answers
 import faults
 import pytest
 
@@ -22,19 +23,19 @@ import pytest
     ],
 )
 def test_the_judge(ids: list[int], text: str, finish: str, error: str, verdict: str) -> None:
-    right = faults.Answer([7, 8, 9], [0.5, 0.0009, 0.0011], "abc", "length")
-    assert faults.judge(faults.Answer(ids, [], text, finish, error), right) == verdict
+    right = answers.Answer([7, 8, 9], [0.5, 0.0009, 0.0011], "abc", "length")
+    assert faults.judge(answers.Answer(ids, [], text, finish, error), right) == verdict
 
 
 def test_an_event_becomes_ids_gaps_and_text() -> None:
-    answer = faults.Answer()
+    answer = answers.Answer()
     best = [{"a": -0.25, "b": -1.75, "c": -9.0}, {"a": -0.5, "d": -0.5}]
     choice = {"text": "xy", "token_ids": [4, 2], "finish_reason": None, "logprobs": {"top_logprobs": best}}
-    faults.take(answer, {"choices": [choice]})
-    faults.take(
+    answers.take(answer, {"choices": [choice]})
+    answers.take(
         answer, {"choices": [choice | {"text": "z", "token_ids": [3], "finish_reason": "length", "logprobs": None}]}
     )
     assert (answer.token_ids, answer.text, answer.finish_reason) == ([4, 2, 3], "xyz", "length")
     assert answer.gaps == [1.5, 0.0]
-    faults.take(answer, {"error": {"message": "no"}})
+    answers.take(answer, {"error": {"message": "no"}})
     assert answer.error == "no"

@@ -1,17 +1,30 @@
-"""One real server for all tests here: `kvferry serve` in a process group of its own, on ports of its own."""
+"""Two real servers for all tests here: `kvferry serve` in a process group of its own, on ports of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from accounts import account
+from processes import descendants
 from serving import Served
+
+from kvferry.cluster import ingress
 
 
 class Server(Served):
     """A running `kvferry serve`, and what the tests ask it."""
+
+    def __init__(self, args: Mapping[str, Any] | None = None, *options: str) -> None:
+        before = haproxy_folders()
+        super().__init__(args, *options)
+        self.folders = haproxy_folders() - before
 
     def chat(self, content: str, **fields: Any) -> httpx.Response:
         body = {"model": "smollm2-135m", "temperature": 0, "messages": [{"role": "user", "content": content}]} | fields
@@ -26,28 +39,58 @@ class Server(Served):
         return journal
 
     def wait_baseline(self, limit_s: float = 30.0) -> None:
-        self.wait(lambda: at_baseline(self.status()), limit_s, "baseline")
+        self.wait(lambda: account(self.status()).baseline, limit_s, "baseline")
+
+    def end_leaves_nothing(self, number: int, chosen: str) -> None:
+        """Stop it; then no process, port or folder of it is left. `chosen`: the ingress that it must have had."""
+        assert self.status()["ingress"] == chosen and len(self.folders) == (chosen == "haproxy")
+        pids = descendants(self.process.pid)
+        pids |= {pid for folder in self.folders for pid in ingress.processes_of(folder)}
+        ports = ports_of(pids)
+        assert len(pids) > 5 and f"127.0.0.1:{self.port}" in ports
+        everywhere = {address.rpartition(":")[2] for address in ports if not address.startswith(LOOPBACK)}
+        assert not everywhere & {str(self.port), "9101", "8404"}, "HAProxy's own listeners, or ours, on all addresses"
+        assert self.stop(number) == 0
+        deadline_s = time.monotonic() + 20
+        while (left := {pid for pid in pids if Path(f"/proc/{pid}").exists()}) and time.monotonic() < deadline_s:
+            time.sleep(0.2)
+        assert not left and not haproxy_folders() & self.folders
+        listening = subprocess.run(["ss", "-ltnH"], capture_output=True, text=True, check=True).stdout
+        assert not ports & {line.split()[3] for line in listening.splitlines()}
 
 
-def at_baseline(status: dict[str, Any]) -> bool:
-    """Owned = leased = quarantined = 0, free + cached = total, no rooms, no requests."""
-    if status["rooms_live"] or status["requests_live"]:
-        return False
-    for instance in status["instances"]:
-        pages = instance["pages"]
-        if not pages or instance["queues"]["rooms"]:
-            return False
-        if pages["owned"] or pages["leased"] or pages["quarantined"]:
-            return False
-        if pages["free"] + pages["cached"] != pages["total"]:
-            return False
-    return True
+LOOPBACK = ("127.0.0.1:", "[::1]:")
+
+
+def ports_of(pids: set[int]) -> set[str]:
+    table = subprocess.run(["ss", "-ltnpH"], capture_output=True, text=True, check=True).stdout
+    return {line.split()[3] for line in table.splitlines() if any(f"pid={pid}," in line for pid in pids)}
+
+
+def haproxy_folders() -> set[Path]:
+    """Where HAProxies that `kvferry serve` has started keep their state."""
+    return set(ingress.PARENT.glob(f"{ingress.PREFIX}*"))
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
+    """Ended by what `kill`, systemd and containers send; Ctrl-C and HAProxy: see `restless`."""
     with Server() as server:
         yield server
+        server.end_leaves_nothing(signal.SIGTERM, "serve")
+
+
+@pytest.fixture(scope="session")
+def restless() -> Iterator[Server]:
+    """A second server, for what would disturb others: processes that are killed, and other numbers of instances.
+
+    Behind HAProxy, with writes that are held for 100 ms each, so that a kill meets them under way; with slots for three
+    decodes; with a drain limit that some streams outlive, so that they are handed over. The last test of
+    test_growing_and_shrinking.py ends it.
+    """
+    cluster = {"ingress": "haproxy", "slots": 4, "drain_s": 1.0}
+    with Server({"transfer": {"faults": {"delay_ms": 100}}, "cluster": cluster}) as restless:
+        yield restless
 
 
 @pytest.fixture(scope="session")

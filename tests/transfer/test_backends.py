@@ -33,6 +33,7 @@ def make(settings, tools, host="127.0.0.1"):
         (FaultSettings(), UcxEndpoint),
         (FaultSettings(delay_ms=5), FaultyEndpoint),
         (FaultSettings(stall_after=0), FaultyEndpoint),
+        (FaultSettings(late_after_abort_ms=1), FaultyEndpoint),
     ],
 )
 async def test_ucx_and_its_faults(tools, no_survivors, faults, kind):

@@ -149,3 +149,40 @@ async def test_a_fake_endpoint_that_is_killed_breaks_its_peers_writes_and_says_n
     assert not bench.target.memory.arrays[0].any()
     with pytest.raises(TransferError, match="no such agent"):
         await bench.endpoint.connect(bench.descriptor)
+
+
+async def test_a_write_aborted_in_its_delay_lands_late_and_ends_only_then(tools):
+    """It goes beside the lane: what was issued behind it is carried first."""
+    bench = await Bench(tools, delay_s=10, stall_after=-1, late_after_abort_s=20).connect()
+    handle = bench.write("a")
+    await bench.clock.advance(4)
+    bench.endpoint.cancel(handle)
+    bench.endpoint.cancel(handle)  # once more is no second write
+    bench.write("b")
+    await bench.clock.advance(19)
+    assert handle.result is None and bench.endpoint.late == 1 and bench.ended == [("b", "flushed", 21)]
+    bench.target.memory.arrays[0][:] = 0
+    await bench.clock.advance(3)  # from 24 on the wire, for a second
+    assert bench.ended[1:] == [("a", "flushed", 25)] and bench.endpoint.late == 0
+    assert (bench.target.memory.pages(0)[0] == bench.memory.pages(0)[0]).all()
+
+
+async def test_a_write_that_has_been_passed_on_or_has_ended_is_not_written_again(tools):
+    bench = await Bench(tools, delay_s=0, stall_after=-1, late_after_abort_s=20).connect()
+    passed_on, ended = bench.write("a"), bench.write("b")
+    await bench.clock.advance(0.5)
+    bench.endpoint.cancel(passed_on)
+    await bench.clock.advance(5)
+    bench.endpoint.cancel(ended)
+    await bench.clock.advance(100)
+    assert [(name, at) for name, _, at in bench.ended] == [("a", 1), ("b", 2)] and bench.endpoint.late == 0
+
+
+@pytest.mark.parametrize("how", ["disconnect", "close"])
+async def test_a_late_write_ends_broken_with_its_path(tools, how):
+    bench = await Bench(tools, delay_s=10, stall_after=-1, late_after_abort_s=20).connect()
+    handle = bench.write("a")
+    bench.endpoint.cancel(handle)
+    await (bench.endpoint.disconnect(bench.peer) if how == "disconnect" else bench.endpoint.close())
+    await bench.clock.advance(100)
+    assert bench.ended == [("a", "broken", 0)] and not bench.target.memory.arrays[0].any()

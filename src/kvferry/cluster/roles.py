@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import ray
@@ -25,14 +25,15 @@ from kvferry.cluster.names import NAMESPACE, REGISTRY
 from kvferry.cluster.network import check_reachable, open_network, own_host, secret_of
 from kvferry.cluster.secret import load_secret, registry_token
 from kvferry.engine.contract import Engine
-from kvferry.engine.loader import Loaded, load
 from kvferry.engine.text import TokenizerTexts
-from kvferry.engine.torch_engine import TorchEngine
 from kvferry.protocol.address import Address
 from kvferry.protocol.rank import RankInfo
 from kvferry.transfer.backends import make_endpoint
 from kvferry.transfer.contract import Endpoint, OnNotify
 from kvferry.transfer.nowhere import Nowhere
+
+if TYPE_CHECKING:
+    from kvferry.engine.loader import Loaded
 
 LOOKUP_TIMEOUT_S = 5.0
 
@@ -113,6 +114,11 @@ async def _leader(role: str, name: str, config: Config, network: Network, resolv
 
 def load_engine(config: Config, pages: int, rows: int, threads: int) -> tuple[Loaded, Engine]:
     """The configured model with a pool of its own; `rows` metadata rows. Blocks for seconds."""
+    # Imported where a model is loaded: torch and transformers are no concern of the registry and the routers, which
+    # start in a quarter of the time without them.
+    from kvferry.engine.loader import load
+    from kvferry.engine.torch_engine import TorchEngine
+
     loaded = load(config.model.model, config.model.dtype)
     engine = TorchEngine(
         loaded,

@@ -33,7 +33,8 @@ def bar(start_s: float, duration_s: float, total_s: float, cells: int = BAR_CELL
 
 
 def show_status(status: Mapping[str, Any]) -> RenderableType:
-    """Who is there, and under it the pages of each by state; dashes for an instance that does not answer."""
+    """Who is there, and under it the pages of each by state; dashes for an instance that does not answer. Then why
+    pages are quarantined."""
     who, pages = Table(title="instances", title_justify="left"), Table(title="pages", title_justify="left")
     for name in ("id", "role", "incarnation", "ranks", "queues"):
         who.add_column(name)
@@ -48,7 +49,18 @@ def show_status(status: Mapping[str, Any]) -> RenderableType:
         who.add_row(*map(str, cells))
         pages.add_row(str(instance["id"]), *(str(instance["pages"].get(name, "-")) for name in PAGE_STATES))
     live = f"rooms live {status['rooms_live']}, requests live {status['requests_live']}"
-    return Group(who, pages, Text(live))
+    return Group(who, pages, *map(Text, quarantine_lines(status)), Text(live))
+
+
+def quarantine_lines(status: Mapping[str, Any]) -> list[str]:
+    """Which pages are quarantined, and why: a line for each room that waits for proof."""
+    return [
+        f"{instance['id']}: {len(row['pages'])} pages of room {row['room']} are quarantined for {row['for_s']:.1f} s: "
+        f"{row['writer']} (pid {row['writer_pid']}, {'' if row['linked'] else 'not '}linked) may still write to them; "
+        f"waits for {' or '.join(row['waits_for'])}; the room ended: {row['cause']}"
+        for instance in status["instances"]
+        for row in instance.get("quarantined", ())
+    ]
 
 
 def show_pools(progress: Mapping[str, Any]) -> RenderableType:

@@ -26,7 +26,7 @@ from kvferry.protocol.rank import LEADER, Layout, RankInfo, slice_of
 from kvferry.sim.network import SimClock
 from kvferry.transfer.contract import Endpoint
 from kvferry.transfer.fake import FakeFabric
-from kvferry.transfer.faulty import FaultyEndpoint
+from kvferry.transfer.faulty import with_faults
 from kvferry.transfer.nowhere import Nowhere
 
 if TYPE_CHECKING:
@@ -98,14 +98,7 @@ class RankMaker:
         self, role: str, engine: ScriptedEngine, incarnation: int, inbox: Callable[[str, bytes], None], clock: SimClock
     ) -> Endpoint:
         endpoint: Endpoint = self._fabric.endpoint(engine.regions(), incarnation, inbox, clock.sleep, clock.running)
-        faults = self._options.faults
-        if role == "prefill" and (faults.delay_ms > 0 or faults.stall_after >= 0):
-            endpoint = FaultyEndpoint(
-                endpoint,
-                delay_s=faults.delay_ms / 1000,
-                stall_after=faults.stall_after,
-                sleep=clock.sleep,
-                loop=asyncio.get_running_loop(),
-                cancel_ends=self._options.cancel_ends,
-            )
-        return endpoint
+        if role != "prefill":
+            return endpoint
+        loop, ends = asyncio.get_running_loop(), self._options.cancel_ends
+        return with_faults(endpoint, self._options.faults, sleep=clock.sleep, loop=loop, cancel_ends=ends)

@@ -8,16 +8,9 @@ from typing import Protocol
 
 from kvferry.protocol.errors import ConfigError
 from kvferry.transfer.contract import Endpoint, OnNotify, Region
-from kvferry.transfer.faulty import FaultyEndpoint
+from kvferry.transfer.faulty import Faults, with_faults
 from kvferry.transfer.ucx import UcxEndpoint
 from kvferry.transfer.ucx_agent import BACKEND as UCX
-
-
-class _Faults(Protocol):
-    @property
-    def delay_ms(self) -> float: ...
-    @property
-    def stall_after(self) -> int: ...
 
 
 class _Settings(Protocol):
@@ -36,7 +29,7 @@ class _Settings(Protocol):
     @property
     def max_agents(self) -> int: ...
     @property
-    def faults(self) -> _Faults: ...
+    def faults(self) -> Faults: ...
 
 
 def make_endpoint(
@@ -70,9 +63,4 @@ def make_endpoint(
         poll_idle_ms=settings.poll_idle_ms,
         max_agents=settings.max_agents,
     )
-    faults = settings.faults
-    if faults.delay_ms <= 0 and faults.stall_after < 0:
-        return endpoint
-    return FaultyEndpoint(
-        endpoint, delay_s=faults.delay_ms / 1000, stall_after=faults.stall_after, sleep=sleep, loop=loop
-    )
+    return with_faults(endpoint, settings.faults, sleep=sleep, loop=loop)

@@ -1,9 +1,13 @@
-"""The `faulty` decorator: any endpoint, with writes that come late or never. For fault runs and tests.
+"""The `faulty` decorator: any endpoint, with writes that come late, never, or after an abort. For fault runs and tests.
 
 A delayed wire is a serial resource: writes to one peer are passed on in order, and the delay of each starts when
 it is issued or when the one before it was passed on, whichever is later. Notifications keep their place in that
 order and have no delay of their own. A write that is cancelled during its delay ends at once, but the wire stays
 taken until the delay is over.
+
+A *late write* is one that was cancelled before it was passed on and is passed on all the same, later: a real write of
+the real backend, which lands after the room was aborted, beside the lane and so in any order. It has not ended before
+it has landed, as the contract says; so what it shows is whether anybody acts as if it had.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 from kvferry.transfer.contract import (
     Descriptor,
@@ -31,13 +36,50 @@ from kvferry.transfer.spans import check_spans
 _log = logging.getLogger(__name__)
 
 
-class HeldWrite:
-    """A write that may not have been passed on yet; `inner` is the real one once it has."""
+class Faults(Protocol):
+    """What this needs of `kvferry.actors.settings.FaultSettings`, which lies above this package."""
 
-    def __init__(self, spans: Spans, on_end: Callable[[WriteResult], None], stalls: bool) -> None:
+    @property
+    def delay_ms(self) -> float: ...
+    @property
+    def stall_after(self) -> int: ...
+    @property
+    def late_after_abort_ms(self) -> float: ...
+
+
+def with_faults(
+    inner: Endpoint,
+    faults: Faults,
+    *,
+    sleep: Callable[[float], Awaitable[None]],
+    loop: asyncio.AbstractEventLoop,
+    cancel_ends: bool = True,
+) -> Endpoint:
+    """`inner` with the faults that are configured; itself when there are none."""
+    if faults.delay_ms <= 0 and faults.stall_after < 0 and faults.late_after_abort_ms <= 0:
+        return inner
+    return FaultyEndpoint(
+        inner,
+        delay_s=faults.delay_ms / 1000,
+        stall_after=faults.stall_after,
+        late_after_abort_s=faults.late_after_abort_ms / 1000,
+        sleep=sleep,
+        loop=loop,
+        cancel_ends=cancel_ends,
+    )
+
+
+class HeldWrite:
+    """A write that may not have been passed on yet; `inner` is the real one once it has. `late`: it is still to come,
+    though it was cancelled.
+    """
+
+    def __init__(self, peer: Peer, spans: Spans, on_end: Callable[[WriteResult], None], stalls: bool) -> None:
+        self.peer = peer
         self.spans = spans
         self.stalls = stalls
         self.cancelled = False
+        self.late: asyncio.Task[None] | None = None
         self.released = asyncio.Event()
         self.inner: WriteHandle | None = None
         self.ending = False
@@ -58,7 +100,8 @@ class FaultyEndpoint:
 
     Each write is held for `delay_s`. After `stall_after` writes (-1: never) one stalls before it is posted, until
     `release_stalled`. Cancelling a stalled write ends it at once, or with `cancel_ends=False` only when it is
-    released: the writer that never answers.
+    released: the writer that never answers. With `late_after_abort_s` (0: no), a write that is cancelled before it was
+    passed on is passed on so much later, whole, and ends as the real one does.
     """
 
     def __init__(
@@ -69,6 +112,7 @@ class FaultyEndpoint:
         stall_after: int,
         sleep: Callable[[float], Awaitable[None]],
         loop: asyncio.AbstractEventLoop,
+        late_after_abort_s: float = 0.0,
         cancel_ends: bool = True,
     ) -> None:
         self._inner = inner
@@ -76,9 +120,11 @@ class FaultyEndpoint:
         self._stall_after = stall_after
         self._sleep = sleep
         self._loop = loop
+        self._late_s = late_after_abort_s
         self._cancel_ends = cancel_ends
         self._issued = 0
         self._lanes: dict[Peer, Lane[HeldWrite | bytes]] = {}
+        self._late: set[HeldWrite] = set()
         self._closed = False
 
     @property
@@ -93,6 +139,11 @@ class FaultyEndpoint:
     def stalled(self) -> int:
         """Writes that wait for `release_stalled`, or will when their delay is over."""
         return len(self._stalled())
+
+    @property
+    def late(self) -> int:
+        """Writes that were cancelled and will be passed on all the same."""
+        return len(self._late)
 
     @property
     def regions(self) -> tuple[Region, ...]:
@@ -110,7 +161,7 @@ class FaultyEndpoint:
     def write(self, peer: Peer, spans: Spans, on_end: Callable[[WriteResult], None]) -> WriteHandle:
         self._check_open()
         check_spans(spans, self._inner.regions, peer.descriptor.regions)
-        held = HeldWrite(spans, on_end, stalls=self._issued == self._stall_after)
+        held = HeldWrite(peer, spans, on_end, stalls=self._issued == self._stall_after)
         self._issued += 1
         self._lane(peer).put(held)
         return held
@@ -125,6 +176,8 @@ class FaultyEndpoint:
         handle.cancelled = True
         if handle.inner is not None:
             self._inner.cancel(handle.inner)
+        elif self._late_s > 0:
+            self._write_late(handle)
         elif self._cancel_ends or not handle.stalls:
             self._end(handle, WriteOutcome.CANCELLED)
 
@@ -165,26 +218,50 @@ class FaultyEndpoint:
             except TransferError as error:  # the endpoint has ended meanwhile, and notifications with it
                 _log.info("a notification was dropped: %s", error)
             return
-        if work.ending:
+        if work.ending or work.late:
             return
         if self._delay_s > 0:
             await self._sleep(self._delay_s)
-        if work.stalls and not work.ending:
+        if work.stalls and not work.ending and not work.late:
             await work.released.wait()
+        if work.late:
+            return
         if work.cancelled:
             self._end(work, WriteOutcome.CANCELLED)
-        if work.ending:
-            return
+        if not work.ending:
+            self._issue(work)
+
+    def _issue(self, work: HeldWrite) -> None:
         try:
-            work.inner = self._inner.write(peer, work.spans, work.end)
+            work.inner = self._inner.write(work.peer, work.spans, work.end)
         except TransferError as error:
             self._end(work, WriteOutcome.BROKEN, str(error))
+
+    def _write_late(self, held: HeldWrite) -> None:
+        if held.ending or held.late:
+            return
+
+        async def later() -> None:
+            await self._sleep(self._late_s)
+            self._late.discard(held)
+            if not held.ending:
+                _log.info("a cancelled write of %d spans is issued late", len(held.spans))
+                self._issue(held)
+
+        self._late.add(held)
+        held.late = self._loop.create_task(later())
+        held.released.set()
 
     def _stalled(self) -> list[HeldWrite]:
         held = [work for lane in self._lanes.values() for work in lane.items if isinstance(work, HeldWrite)]
         return [work for work in held if work.stalls and not work.ending]
 
     def _drop(self, peer: Peer, why: str) -> None:
+        for held in [held for held in self._late if held.peer is peer]:
+            self._late.discard(held)
+            if held.late is not None:
+                held.late.cancel()
+            self._end(held, WriteOutcome.BROKEN, why)
         lane = self._lanes.pop(peer, None)
         for work in lane.close() if lane is not None else ():
             if isinstance(work, HeldWrite) and work.inner is None:

@@ -1,4 +1,4 @@
-"""Issue M2, done-when 3: pools that scale under sixteen streams, on Ray."""
+"""Issue M2, done-when 3: pools that scale under sixteen streams, on Ray; to unified instances, too; and the end."""
 
 from __future__ import annotations
 
@@ -8,25 +8,23 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from answers import compare
 
 pytestmark = pytest.mark.real
 
-#: Room for three decodes; a drain limit that some streams outlive, so that they are handed over.
-POOLS = {"cluster": {"slots": 4, "drain_s": 1.0}}
+REFERENCE = json.loads((Path(__file__).parents[1] / "engine" / "reference.json").read_text())
 PROMPTS = [f"{n}. Tell me a long story about a ferry and its captain." for n in range(16)]
 
 
 @pytest.fixture(scope="module")
-def pools(server: Any) -> Iterator[Any]:
-    """A server of its own: the instances that are left at the end are not those of the beginning."""
-    with type(server)(POOLS) as pools:
-        yield pools
+def pools(restless: Any) -> Any:
+    """The instances that are left at the end are not those of the beginning."""
+    return restless
 
 
 def scale(pools: Any, *numbers: str) -> subprocess.CompletedProcess[str]:
@@ -94,3 +92,27 @@ def test_what_cannot_be_placed_is_told_and_taken_back(pools: Any) -> None:
     progress = json.loads(back.stdout)
     assert progress["done"] and progress["missing"] == [] and len(progress["left"]) == 3
     assert pools.chat("What is the capital of France?").json()["choices"][0]["finish_reason"] == "stop"
+
+
+def test_unified_instances_take_over_and_equal_transformers(pools: Any) -> None:
+    """The same server without prefill and decode: a unified one serves, against the reference."""
+    over = scale(pools, "prefill=0", "decode=0", "unified=1")
+    assert over.returncode == 0, over.stderr
+    pools.wait(lambda: [i["role"] for i in pools.status()["instances"]] == ["unified"], 60, "only one that is unified")
+    body = {"model": "smollm2-135m", "max_tokens": 32, "temperature": 0, "return_token_ids": True}
+    entries = [entry for entry in REFERENCE["prompts"] if entry["length"] in (16, 64, 257)]
+    for entry in entries:
+        answer = pools.http.post("/v1/completions", json=body | {"prompt": entry["prompt_ids"]})
+        assert answer.status_code == 200, answer.text
+        end = entry["first_eos"]
+        right = entry["output_ids"][: None if end is None else end + 1]
+        ids = answer.json()["choices"][0]["token_ids"]
+        assert len(ids) == len(right) and compare(ids, right, entry["margins"]) != "wrong"
+    journal = pools.room(answer)
+    assert (journal["prefill"], journal["decode"], journal["kv_bytes"]) == ("unified-0", "unified-0", 0)
+    pools.wait_baseline()
+
+
+def test_ctrl_c_leaves_nothing(pools: Any) -> None:
+    """Behind HAProxy, after all of the above and after the kills of test_faults.py. It ends the server: it is last."""
+    pools.end_leaves_nothing(signal.SIGINT, "haproxy")

@@ -1,0 +1,58 @@
+"""Cancels at random phases: every counter is at baseline again, within a second of virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from random import Random
+from typing import Any
+
+import pytest
+
+from kvferry.actors.settings import DecodeSettings, FaultSettings, PrefillSettings
+from kvferry.sim.checkers import check_idle
+from kvferry.sim.loop import VirtualClock, run
+from kvferry.sim.system import SimOptions, SimSystem
+
+PROMPT = tuple(range(300, 400))
+CANCELS = 40
+#: One request's tokens are 100 + 30 in pages of 8. The second decode request has to wait until the first has ended.
+NARROW = DecodeSettings(pool_pages=17)
+OPTIONS = SimOptions(
+    prefill=PrefillSettings(chunk_tokens=32, batch_tokens=64, pool_pages=64),
+    decode=NARROW,
+    faults=FaultSettings(delay_ms=40, late_after_abort_ms=150),
+)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_every_counter_is_at_baseline_within_a_second_of_a_cancel(client_of: Any, seed: int) -> None:
+    """A request alone, or two of which one waits for the other's pages; all leave at one random moment."""
+    random = Random(seed)
+
+    async def cancel(system: SimSystem, client: Any, count: int) -> list[str]:
+        """The KVPoll that each room had reached; a request that has no room yet is "none"."""
+        lives = [client.open(PROMPT, max_tokens=30) for _ in range(count)]
+        await asyncio.sleep(random.uniform(0, 1.1) ** 2 if random.random() < 0.7 else random.uniform(0, 0.004))
+        rooms = [(room, r.machine.kvpoll.name) for room, r in system.decode().rooms.items()]
+        rooms += [(room, "BOOTSTRAPPING") for room in system.router.guests if room not in dict(rooms)]
+        for live in lives:
+            client.front.close_request(live)
+        left_s = VirtualClock().now_s()
+        assert await system.settle(1.0), (dict(rooms), system.counts())
+        assert VirtualClock().now_s() - left_s < 1.0
+        assert client.front.requests_live == 0
+        return [name for _, name in rooms] or ["none"]
+
+    async def main() -> Counter[str]:
+        phases: Counter[str] = Counter()
+        async with SimSystem(OPTIONS) as system:
+            client = await client_of(system)
+            for _ in range(CANCELS):
+                phases.update(await cancel(system, client, random.choice((1, 2))))
+                await asyncio.sleep(1)
+                check_idle(system)
+        return phases
+
+    phases = run(main())
+    assert all(phases[name] >= 3 for name in ("BOOTSTRAPPING", "WAITING_FOR_INPUT", "TRANSFERRING", "SUCCESS")), phases

@@ -1,0 +1,29 @@
+"""What `kvferry status` says of quarantined pages: which they are, whose, and what they wait for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+
+from kvferry.obs.show import quarantine_lines, show_status
+
+ROW: dict[str, Any] = {
+    "room": "77", "pages": [4, 5, 9], "writer": "prefill-1", "writer_pid": 41, "linked": False, "for_s": 12.34,
+    "waits_for": ["drained by rank 0", "exited"], "cause": "the link to prefill-1 ended: silent",
+}  # fmt: skip
+
+
+def test_each_room_that_waits_for_proof_has_its_line() -> None:
+    empty: dict[str, Any] = {"id": "decode-1", "role": "decode", "incarnation": None, "ranks": [], "queues": {}}
+    decode = empty | {"id": "decode-0", "pages": {"total": 9, "quarantined": 3}, "quarantined": [ROW]}
+    status = {"instances": [decode, empty | {"pages": {}}], "rooms_live": 0, "requests_live": 0}
+    right = (
+        "decode-0: 3 pages of room 77 are quarantined for 12.3 s: prefill-1 (pid 41, not linked) may still write to "
+        "them; waits for drained by rank 0 or exited; the room ended: the link to prefill-1 ended: silent"
+    )
+    assert quarantine_lines(status) == [right]
+    console = Console(width=400)
+    with console.capture() as shown:
+        console.print(show_status(status))
+    assert right in shown.get()
