@@ -32,8 +32,9 @@ ALIVE, DEAD = range(2)
 FAULTS = ("break", "crash", "halt", "path", "expire")
 UNFAIR = frozenset({*FAULTS, "abort", "leave"})
 #: What a client is doing.
-UNBORN, WAITING, ASKED_TO_ABORT, SERVED, LEFT, FAILED, CUT_OFF = range(7)
+UNBORN, WAITING, ASKED_TO_ABORT, SERVED, LEFT, FAILED, CUT_OFF, GONE = range(8)
 
+Client = tuple[int, int, int, int]
 Side = tuple[int, tuple[int, ...], tuple[int, ...]]
 Links = tuple[tuple[tuple[int, int], Side], ...]
 
@@ -296,7 +297,7 @@ class World:
         if first != UP:
             change.links[(here, peer)] = (status, rest, new)
             return change.turn(here, ("message", self.by_incarnation[peer], first))
-        change.links[(here, peer)] = (OPEN, rest, new)
+        change.links[(here, peer)] = (BROKEN if status == BROKEN else OPEN, rest, new)
         if status == NONE:
             change.put(peer, here, UP)
         return change.turn(here, ("up", self.by_incarnation[peer]))
@@ -500,13 +501,22 @@ class Change:
         self.links: dict[tuple[int, int], Side] = dict(before.links)
         self.notes, self.exits = list(before.notes), list(before.exits)
         self.clients, self.stops, self.faults = list(before.clients), list(before.stops), before.faults
+        self._later: list[tuple[int, int]] = []  # sides that are up, and told behind what a turn has said
 
     def state(self) -> State:
         links = tuple(sorted(item for item in self.links.items() if item[1] != (NONE, (), ())))
         return State(
             tuple(self.locals), tuple(self.status), tuple(self.lives), links, tuple(self.notes),
-            tuple(sorted(self.exits)), tuple(self.clients), tuple(sorted(set(self.stops))), self.faults,
+            tuple(sorted(self.exits)), tuple(self._client_kept(at, client) for at, client in enumerate(self.clients)),
+            tuple(sorted(set(self.stops))), self.faults,
         )  # fmt: skip
+
+    def _client_kept(self, number: int, client: Client) -> Client:
+        """It does not matter how a client that can do nothing more has ended."""
+        doing, attempt, _, _ = client
+        if doing in (LEFT, FAILED) or (doing == SERVED and not self._is_decoding(room_of(number, attempt))):
+            return GONE, attempt, 0, 0
+        return client
 
     def incarnation(self, slot: int) -> int:
         return (slot + 1) * 0x10 + self.lives[slot]
@@ -515,6 +525,9 @@ class Change:
         slot = self.world._slot_of[here]
         self.locals[slot], deeds = self.world.locals.turn(self.locals[slot], event)
         self.do(here, deeds)
+        while self._later:
+            owner, peer = self._later.pop(0)
+            self.turn(owner, ("up", self.world.by_incarnation[peer]))
         if any(deed[:2] == ("client", "over") for deed in deeds):
             self._purge(here, slot)
 
@@ -544,6 +557,12 @@ class Change:
 
     def _dial(self, here: int, peer: int) -> None:
         _, queue, _ = self.links.get((here, peer), (NONE, (), ()))
+        if self.world.bounds.prompt and self._lives(peer):
+            if (peer, here) in self.links:  # it hears of a new session, so that the old one is over
+                self.world._lost(self, peer, here)
+            self.links[(here, peer)] = self.links[(peer, here)] = (OPEN, (), ())
+            self._later += [(peer, here), (here, peer)]
+            return
         self.links[(here, peer)] = (DIAL, queue, ())
         if self._lives(peer):
             self.put(peer, here, UP)
@@ -630,6 +649,10 @@ class Change:
 
     # --- clients ---
 
+    def _is_decoding(self, room: int) -> bool:
+        decode = self.locals[self.world.slots.index("decode")]
+        return decode >= 0 and room in self.world.locals.states[decode].rooms
+
     def _client(self, what: str, room: int, value: Any) -> None:
         client, attempt = client_of(room)
         doing, current, has, router = self.clients[client]
@@ -646,6 +669,8 @@ class Change:
     def _tokens(self, here: int, leg: str, room: int, index: int) -> None:
         client, attempt = client_of(room)
         doing, current, has, router = self.clients[client]
+        if doing == GONE:
+            return
         if attempt != current:
             self.stops.append((here, room))
             return
