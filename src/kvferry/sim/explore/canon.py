@@ -28,15 +28,14 @@ from kvferry.protocol.request import RequestSpec
 from kvferry.sim.explore.fakes import LabelEngine, NotedPeer, NotedWrite, Work
 
 #: Attributes that no later behaviour depends on, in these models.
-LEFT_OUT = frozenset(
-    """
-    counts commands journal cause reports _statistics _lives membership breakers fleet book _homes _room_places
-    _queue_places _random _speed _places _around around settings limits _limits texts info _on_message clock _clock
-    refusal _progress_at_s _redial_at_s page_size max_rooms _pairings _ended_rooms ended network_limits _backend
-    _policy _tasks _mailbox opened_s admitted_s spec text kv_bytes metadata_bytes first_token first_logprobs
-    last_token began_s era queued prefill_info decode_info now_s handles result on_end _numbers chunk
-    """.split()
-)
+LEFT_OUT = frozenset({
+    "counts", "commands", "journal", "cause", "reports", "_statistics", "_lives", "membership", "breakers", "fleet",
+    "book", "_homes", "_room_places", "_queue_places", "_random", "_speed", "_places", "_around", "around",
+    "settings", "limits", "_limits", "texts", "info", "_on_message", "clock", "_clock", "refusal", "_progress_at_s",
+    "_redial_at_s", "page_size", "max_rooms", "_pairings", "ended", "_backend", "_policy", "_tasks", "_mailbox",
+    "opened_s", "admitted_s", "spec", "text", "kv_bytes", "metadata_bytes", "first_token", "first_logprobs",
+    "last_token", "began_s", "era", "queued", "now_s", "handles", "result", "on_end", "_numbers", "chunk",
+})  # fmt: skip
 
 
 class Renderer:
@@ -67,7 +66,9 @@ class Renderer:
 
     def _object(self, value: Any) -> Hashable:
         names = getattr(value, "__dict__", None)
-        names = list(names) if names is not None else [n for c in type(value).__mro__ for n in getattr(c, "__slots__", ())]
+        names = (
+            list(names) if names is not None else [n for c in type(value).__mro__ for n in getattr(c, "__slots__", ())]
+        )
         kept = [name for name in names if name not in LEFT_OUT]
         return (type(value).__name__, *((name, self(getattr(value, name))) for name in kept))
 
@@ -89,7 +90,9 @@ def _itself(value: Any) -> Hashable:
 
 def _engine(_: Renderer, engine: LabelEngine) -> Hashable:
     rows = [Metadata.unpack(memoryview(row)) if any(row) else None for row in engine.rows]
-    read = tuple(None if row is None else (row.room, row.incarnation, row.prompt_tokens, row.first_token) for row in rows)
+    read = tuple(
+        None if row is None else (row.room, row.incarnation, row.prompt_tokens, row.first_token) for row in rows
+    )
     return frozenset((page, label.room, label.writer) for page, label in engine.labels.items()), read
 
 
@@ -107,7 +110,7 @@ _SPECIAL: dict[type, Callable[[Renderer, Any], Hashable]] = {
     Forward: lambda _, forward: forward.running,
     Holding: Renderer.holding,
     LabelEngine: _engine,
-    Leaving: lambda *_: None,
+    Leaving: lambda _, leaving: bool(leaving),
     NotedPeer: lambda _, peer: peer.descriptor.incarnation,
     NotedWrite: lambda _, write: (write.post.handle, write.post.target, write.cancelled),
     PageLedger: Renderer.ledger,

@@ -80,11 +80,13 @@ class Local:
     leases: Leases
     held: dict[int, int]
     states: tuple[str, ...]
+    drains: bool
+    may_depart: bool
 
 
 @dataclass
 class Locals:
-    """All states of processes that were met. `names` maps each room (and request) to the one it may change places with."""
+    """All states of processes that were met. `names` maps each room and request to the one that it may be taken for."""
 
     names: dict[int, int]
     states: list[Local] = field(default_factory=list)
@@ -112,6 +114,7 @@ class Locals:
             Local(
                 number, freeze(node), key, frozenset(node.sessions.seen), works, rooms, node.expiring(),
                 node.wants_tick(), node.quiet(), node.writes(), node.late(), node.leases(), node.held(), machines,
+                node.drains(), node.may_depart(),
             )
         )  # fmt: skip
         return number

@@ -7,11 +7,13 @@ An event runs as the host of the actor would have it: the item goes to `receive`
 from __future__ import annotations
 
 from collections.abc import Awaitable, Hashable, Iterator
+from copy import copy
 from typing import Any
 
 from kvferry.actors.actor import FromPeer, LinkLost, LinkUp, PeerExited, Tick
 from kvferry.actors.decode.decode import Decode, Notified
 from kvferry.actors.leader import Leader
+from kvferry.actors.leaving import QUIET_S, DrainRequested
 from kvferry.actors.parts import Parts
 from kvferry.actors.ports import LostReason
 from kvferry.actors.prefill.prefill import Prefill
@@ -89,8 +91,14 @@ class Node:
 
     def expire(self, room: int) -> None:
         """The room's clocks have run out."""
+        before = {other: machine.kvpoll for other, machine in self.rooms() if other != room}
         self._clocks(room)._progress_s = LONG_AGO_S
         self._turn(Tick())
+        after = {other: machine.kvpoll for other, machine in self.rooms()}
+        for other, poll in before.items():
+            if poll not in STICKY and after.get(other, KVPoll.FAILED) is KVPoll.FAILED:
+                text = f"{self.address.name}: room {other:x} fails because the clocks of room {room:x} have run out"
+                raise Violation("one-room-per-clock", text)
 
     # --- what the world asks ---
 
@@ -121,6 +129,14 @@ class Node:
     def leases(self) -> Leases:
         """What others may write to, and who."""
         return {}, {}
+
+    def drains(self) -> bool:
+        """It takes no new rooms, and ends when those that are here have ended."""
+        return False
+
+    def may_depart(self) -> bool:
+        """It says that it is done."""
+        return False
 
     def held(self) -> dict[int, int]:
         """Page -> the room that holds it."""
@@ -158,8 +174,13 @@ class Node:
         polls = {room: machine.kvpoll for room, machine in self.rooms()}
         for room, poll in self.polls.items():
             if poll in STICKY and polls.get(room, poll) is not poll:
-                raise Violation("kvpoll-sticky", f"{self.address.name}: KVPoll was {poll.name} and is {polls[room].name}")
+                raise Violation(
+                    "kvpoll-sticky", f"{self.address.name}: KVPoll was {poll.name} and is {polls[room].name}"
+                )
         self.polls = polls
+        for room, poll in polls.items():
+            if poll not in STICKY and self._clocks(room)._stopped:
+                raise Violation("clocks-run", f"{self.address.name}: no clock runs for room {room:x}")
         for room, machine in self.rooms():
             refused = [(state, event) for verdict, state, event in machine.counts if verdict.name == "REFUSED"]
             if refused:
@@ -226,6 +247,18 @@ class LeaderNode(Node):
     def tick(self) -> None:
         self.actor._progress_at_s = 0.0
         self._turn(Tick())
+
+    def drain(self) -> None:
+        self._turn(DrainRequested(1e9))
+
+    def drains(self) -> bool:
+        return bool(self.actor.leaving)
+
+    def may_depart(self) -> bool:
+        """A tick, and half a second."""
+        leaving = copy(self.actor.leaving)
+        leaving.time_is_over(not self.actor.rooms, 1.0)
+        return bool(leaving.state(len(self.actor.rooms), 1.0 + QUIET_S)["done"])
 
     def stop(self, front: Address, message: Stop) -> None:
         self._turn(FromPeer(front, message))

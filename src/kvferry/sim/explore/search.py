@@ -150,7 +150,9 @@ class Search:
         stuck = reached.find(0)
         if stuck >= 0:
             found.trace = self._trace(stuck)
-            found.violation = Violation("all-end", f"{reached.count(0)} states, from which nothing ends every room and returns every page")
+            found.violation = Violation(
+                "all-end", f"{reached.count(0)} states, from which nothing ends every room and returns every page"
+            )
         return found
 
 

@@ -42,7 +42,7 @@ class SessionBounds:
 
     def text(self) -> str:
         return (
-            f"2 ends, each sends at most {self.messages} message(s) per session and dials at most {self.dials} time(s); "
+            f"2 ends, each sends at most {self.messages} message(s) per session, dials at most {self.dials} time(s); "
             f"frames lost, repeated and reordered without bound; at most {self.faults} fault(s) of: crash, path down"
         )
 
@@ -421,5 +421,3 @@ class SessionWorld:
 
     def frame_at(self, number: int) -> Frame:
         return decode_frame(self.frames[number][1])
-
-
