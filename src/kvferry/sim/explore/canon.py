@@ -14,8 +14,10 @@ from typing import Any
 
 import msgspec
 
+from kvferry.actors.decode.batch import Batch
 from kvferry.actors.forward import Forward
 from kvferry.actors.leaving import Leaving
+from kvferry.actors.prefill.kept import KeptPrompts
 from kvferry.engine.contract import StepPlan
 from kvferry.memory.admission import Claim
 from kvferry.memory.ages import Ages
@@ -25,7 +27,8 @@ from kvferry.protocol.clocks import Clocks
 from kvferry.protocol.errors import Cause
 from kvferry.protocol.metadata import Metadata
 from kvferry.protocol.request import RequestSpec
-from kvferry.sim.explore.fakes import LabelEngine, NotedPeer, NotedWrite, Work
+from kvferry.sim.explore.data_plane import NotedPeer, NotedWrite
+from kvferry.sim.explore.fakes import LabelEngine, Work
 
 #: Attributes that no later behaviour depends on, in these models.
 LEFT_OUT = frozenset({
@@ -34,7 +37,8 @@ LEFT_OUT = frozenset({
     "settings", "limits", "_limits", "texts", "info", "_on_message", "clock", "_clock", "refusal", "_progress_at_s",
     "_redial_at_s", "page_size", "max_rooms", "_pairings", "ended", "_backend", "_policy", "_tasks", "_mailbox",
     "opened_s", "admitted_s", "spec", "text", "kv_bytes", "metadata_bytes", "first_token", "first_logprobs",
-    "last_token", "began_s", "era", "queued", "now_s", "handles", "result", "on_end", "_numbers", "chunk",
+    "last_token", "began_s", "era", "queued", "now_s", "handles", "result", "on_end", "_numbers", "chunk", "_moved", "_ledger", "_engine", "_endpoint", "_network", "_agent", "_regions", "_incarnation",
+    "_page_size", "_counts", "_forward", "outbox", "network", "proofs",
 })  # fmt: skip
 
 
@@ -109,6 +113,8 @@ _SPECIAL: dict[type, Callable[[Renderer, Any], Hashable]] = {
     Clocks: lambda _, clocks: (clocks._wait, clocks._stopped),
     Forward: lambda _, forward: forward.running,
     Holding: Renderer.holding,
+    Batch: lambda render, batch: render(batch._admission),
+    KeptPrompts: lambda render, kept: (tuple(kept._rooms), render(kept._holdings)),
     LabelEngine: _engine,
     Leaving: lambda _, leaving: bool(leaving),
     NotedPeer: lambda _, peer: peer.descriptor.incarnation,

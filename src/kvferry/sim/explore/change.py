@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvferry.protocol.messages import Progress, Retracted, UnknownRoom
+from kvferry.protocol.messages import PrefillDone, Progress, Retracted, UnknownRoom
 from kvferry.sim.explore.bounds import (
     ASKED_TO_ABORT,
     BROKEN,
@@ -135,6 +135,8 @@ class Change:
         if not self.lives_on(to):
             return False
         if role.startswith("router"):
+            if isinstance(message, PrefillDone) and not message.awaits_destination:
+                return False  # it changes nothing but the room's clock: see `local.check_news`
             return message.room in self.world.locals.states[self.locals[slot]].rooms
         return not isinstance(message, UnknownRoom if role == "prefill" else Progress)
 
@@ -191,7 +193,7 @@ class Change:
                 ):
                     self.exits.append((self.incarnation(other), gone))
         if self.world.slots[slot] == "decode":
-            self.clients = [(FAILED, *rest) if doing == SERVED else (doing, *rest) for doing, *rest in self.clients]
+            self.clients = [(FAILED, *kept[1:]) if kept[0] == SERVED else kept for kept in self.clients]
         if self.world.slots[slot].startswith("router"):
             self.clients = [self._cut_off(client, slot) for client in self.clients]
 

@@ -16,7 +16,7 @@ def diagram(world: World | SessionWorld, trace: list[Event], violation: Violatio
     """Mermaid's text. The trace is played again from the start."""
     of: Any = _Handoff(world) if isinstance(world, World) else _Session(world)
     lines = ["sequenceDiagram", *(f"    participant {name}" for name in of.participants)]
-    state = world.start()
+    state: Any = world.start()
     for event in trace:
         lines += [f"    {line}" for line in of.lines(state, event)]
         try:

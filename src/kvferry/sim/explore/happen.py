@@ -22,7 +22,7 @@ from kvferry.sim.explore.bounds import (
     room_of,
 )
 from kvferry.sim.explore.change import Change
-from kvferry.sim.explore.node import RouterNode
+from kvferry.sim.explore.router import RouterNode
 from kvferry.sim.explore.violation import Violation
 from kvferry.transfer.contract import WriteOutcome
 

@@ -13,7 +13,6 @@ from kvferry.protocol.machine import Go
 from kvferry.protocol.messages import (
     Load,
     Message,
-    PrefillDone,
     Progress,
     Received,
     Register,
@@ -22,7 +21,7 @@ from kvferry.protocol.messages import (
 )
 from kvferry.protocol.room import TABLE, RoomEvent
 from kvferry.sim.explore.canon import Renderer, renamed
-from kvferry.sim.explore.fakes import Client, Dial, Effect, Notify, Post, Say
+from kvferry.sim.explore.effects import Client, Dial, Effect, Notify, Post, Say
 from kvferry.sim.explore.node import Leases, Node
 from kvferry.sim.explore.snapshot import freeze, thaw
 from kvferry.sim.explore.violation import Violation
@@ -35,7 +34,9 @@ Deed = tuple[Any, ...]
 _NO_CAUSE = Cause("handoff_failed", "explored")
 #: News that a room writes into its journal and that starts its clocks again, and nothing else: clocks may run out at
 #: any time here, so it is left out of the world.
-_NEWS = (Load, Watch, Register, PrefillDone, Received)
+_NEWS = (Load, Watch, Register, Received)
+#: What moves a room to Transferring.
+_SENDING = ("computed", "sending")
 
 
 def check_news() -> None:
@@ -45,7 +46,7 @@ def check_news() -> None:
 
 
 def is_news(message: Message) -> bool:
-    return isinstance(message, _NEWS) or (isinstance(message, Progress) and message.event != "computed")
+    return isinstance(message, _NEWS) or (isinstance(message, Progress) and message.event not in _SENDING)
 
 
 def canonical(message: Message) -> Message:
@@ -57,7 +58,7 @@ def canonical(message: Message) -> Message:
         value = getattr(message, name)
         if isinstance(value, Cause):
             changes[name] = _NO_CAUSE
-        elif name in ("kv_bytes", "metadata_bytes", "offset_s"):
+        elif name in ("kv_bytes", "metadata_bytes", "offset_s", "chunks"):
             changes[name] = 0
     return msgspec.structs.replace(message, **changes) if changes else message
 

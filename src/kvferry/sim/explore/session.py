@@ -8,27 +8,16 @@ the messages, the dials and the crashes are.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from kvferry.actors.link_queue import Link
-from kvferry.actors.links import LinkLayer
-from kvferry.actors.ports import LostReason
-from kvferry.actors.settings import LinkSettings
 from kvferry.protocol.address import Address
 from kvferry.protocol.frames import Frame, decode_frame
-from kvferry.protocol.link_table import LinkState
-from kvferry.protocol.messages import Message, UnknownRoom
-from kvferry.sim.explore.fakes import StandingClock
 from kvferry.sim.explore.local import Event
+from kvferry.sim.explore.session_end import IN, OUT, End, SessionState, Turns
 from kvferry.sim.explore.snapshot import freeze, thaw
 from kvferry.sim.explore.violation import Violation
-
-SETTINGS = LinkSettings(heartbeat_s=1.0, silence_s=10.0, resend_s=0.5, window=4)
-OUT, IN = b"out", b"in"
-#: Messages of one session are numbered from here.
-_NUMBERS = 16
 
 
 @dataclass(frozen=True)
@@ -47,186 +36,11 @@ class SessionBounds:
         )
 
 
-class _Turns:
-    """The loop of one turn: what is called soon is called at its end."""
-
-    def __init__(self) -> None:
-        self.soon: list[Callable[[], object]] = []
-
-    def call_soon(self, call: Callable[..., object], *arguments: Any) -> None:
-        self.soon.append(lambda: call(*arguments))
-
-
-class _Counted:
-    """Session ids: the process's number and a count."""
-
-    def __init__(self, base: int) -> None:
-        self._next = base
-
-    def bits(self, count: int) -> int:
-        self._next += 1
-        return self._next
-
-
-class End:
-    """One process: its links, and a user that writes down what it hears."""
-
-    def __init__(self, address: Address) -> None:
-        self.address, self.endpoint = address, address.endpoint
-        self.sent: list[tuple[bytes, bytes]] = []  # (path, frame)
-        self.links = LinkLayer(
-            self, address.name, address.incarnation, SETTINGS, StandingClock(), _Counted(address.incarnation * 16),
-            None, "", 0,
-        )  # fmt: skip
-        self.links._queue.handler = self
-        #: By peer: sessions that have ended here, messages said in the present one, and of those heard in it: whose
-        #: (the sender's count of ended sessions), and how many.
-        self.ended: dict[int, int] = {}
-        self.told: dict[int, int] = {}
-        self.heard: dict[int, tuple[int, int]] = {}
-        self.heard_before: dict[int, int] = {}
-        self.up: set[int] = set()
-
-    # --- the carrier ---
-
-    def start(self, handler: Any) -> None:
-        """Frames are handed over by the explorer."""
-
-    def connect(self, endpoint: str) -> bytes:
-        return OUT
-
-    def send(self, path: bytes, data: bytes) -> None:
-        self.sent.append((path, data))
-
-    def disconnect(self, path: bytes) -> None:
-        """Frames stay in the network."""
-
-    async def close(self) -> None:
-        """Nothing to close."""
-
-    # --- the user ---
-
-    def on_link_up(self, peer: Address) -> None:
-        if peer.incarnation in self.up:
-            raise Violation("one-session", f"{self.address.name}: a session with {peer.name} opens over another one")
-        self.up.add(peer.incarnation)
-
-    def on_link_lost(self, peer: Address, reason: LostReason) -> None:
-        """Also for a session that never opened."""
-        who = peer.incarnation
-        self.up.discard(who)
-        self.ended[who] = self.ended.get(who, 0) + 1
-        self.told.pop(who, None)
-        if who in self.heard:
-            self.heard_before[who] = self.heard.pop(who)[0]
-
-    def on_exited(self, peer: Address) -> None:
-        raise AssertionError("nobody watches processes here")
-
-    def on_message(self, peer: Address, message: Message) -> bool:
-        assert isinstance(message, UnknownRoom)
-        rest, number = divmod(message.room, _NUMBERS)
-        incarnation, session = divmod(rest, _NUMBERS)
-        who = peer.incarnation
-        known, wanted = self.heard.get(who, (session, 0))
-        old = who not in self.up or incarnation != who or session <= self.heard_before.get(who, -1)
-        if old or session != known:
-            raise Violation("no-old-session", f"{self.address.name} hears message {number} of session {session}")
-        if number != wanted:
-            raise Violation("once-in-order", f"{self.address.name} hears message {number}, and {wanted} was next")
-        self.heard[who] = session, number + 1
-        return True
-
-    # --- events ---
-
-    def dial(self, peer: Address) -> None:
-        self.links.dial(peer)
-
-    def say(self, peer: int) -> None:
-        number, session = self.told.get(peer, 0), self.ended.get(peer, 0)
-        self.told[peer] = number + 1
-        self.links.send(peer, UnknownRoom((self.address.incarnation * _NUMBERS + session) * _NUMBERS + number))
-
-    def drop(self, peer: int) -> None:
-        self.links.drop(peer)
-
-    def frame(self, path: bytes, data: bytes) -> None:
-        self.links.on_bytes(path, data)
-
-    def path_down(self, path: bytes) -> None:
-        self.links.on_path_down(path, False)
-
-    def refused(self) -> None:
-        self.links.on_path_down(OUT, True)
-
-    def timer(self, peer: int, name: str) -> None:
-        link = self.links._links[peer]
-        if name == "redial":
-            link.redial_at_s = 0.0
-        else:
-            setattr(link.session, _DEADLINES[name], 0.0)
-        self.links._tick(0.0)
-
-    # --- what the model asks ---
-
-    def sessions(self) -> tuple[SessionState, ...]:
-        return tuple(
-            SessionState(
-                peer, link.session.session, link.session.state.name, link.session.unacked, self.told.get(peer, 0),
-                _timers(link), link.path,
-            )
-            for peer, link in self.links._links.items()
-        )  # fmt: skip
-
-    def key(self) -> Hashable:
-        links = self.links
-        rows = []
-        for peer, link in links._links.items():
-            s = link.session
-            armed = s._resend_due_s is not None, s._ack_due_s is not None, link.redial_at_s is not None
-            rows.append(
-                (peer, s.state.name, s.session, s.peer.incarnation, s._dial, tuple(s._unacked), s._base, s._cursor,
-                 s._received, s._ack_waiting, armed, link.path, link.dialled)
-            )  # fmt: skip
-        heard = tuple(links._dials_heard.items())
-        user = self.ended, self.told, self.heard, self.heard_before
-        return tuple(rows), links._dials, heard, tuple(tuple(sorted(d.items())) for d in user), frozenset(self.up)
-
-
-_DEADLINES = {
-    "hello": "_hello_due_s", "resend": "_resend_due_s", "ack": "_ack_due_s", "heartbeat": "_heartbeat_at_s",
-    "silence": "_silent_at_s",
-}  # fmt: skip
-
-
-class SessionState(NamedTuple):
-    peer: int
-    session: int
-    state: str
-    unacked: int
-    told: int
-    timers: tuple[str, ...]
-    path: bytes | None
-
-
 def _bits(mask: int) -> Iterator[int]:
     while mask:
         low = mask & -mask
         yield low.bit_length() - 1
         mask ^= low
-
-
-def _timers(link: Link) -> tuple[str, ...]:
-    """Those that are armed."""
-    session = link.session
-    armed = ["silence"]
-    if session.state is LinkState.CONNECTING:
-        armed.append("hello")
-    else:
-        armed.append("heartbeat")
-        armed += ["resend"] if session._resend_due_s is not None else []
-        armed += ["ack"] if session._ack_due_s is not None else []
-    return (*armed, "redial") if link.redial_at_s is not None else tuple(armed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -351,7 +165,7 @@ class SessionWorld:
 
     def _run(self, number: int, event: Event, slot: int, life: int) -> tuple[int, int]:
         end: End = thaw(self.ends[number].frozen)
-        turns: Any = _Turns()
+        turns: Any = Turns()
         before = asyncio._get_running_loop()
         asyncio._set_running_loop(turns)
         try:

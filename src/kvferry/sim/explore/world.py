@@ -34,9 +34,11 @@ from kvferry.sim.explore.bounds import (
     room_of,
 )
 from kvferry.sim.explore.change import Change
-from kvferry.sim.explore.fakes import Post
+from kvferry.sim.explore.effects import Post
+from kvferry.sim.explore.leaders import DecodeNode, PrefillNode
 from kvferry.sim.explore.local import Event, Local, Locals
-from kvferry.sim.explore.node import DecodeNode, Node, PrefillNode, RouterNode
+from kvferry.sim.explore.node import Node
+from kvferry.sim.explore.router import RouterNode
 from kvferry.sim.explore.violation import Violation
 from kvferry.transfer.contract import Proofs
 
@@ -54,7 +56,7 @@ class World:
         routers = tuple(f"router-{i}" for i in range(self.bounds.routers))
         self.slots = (*routers, "prefill", "decode")
         two = self.bounds.requests == 2 and self.bounds.routers == 1
-        names = {}
+        names: dict[int, int] = {}
         if two:
             for attempt in range(self.bounds.attempts):
                 a, b = room_of(0, attempt), room_of(1, attempt)
@@ -99,9 +101,9 @@ class World:
         address, fronts, bounds = self._addresses[(slot, life)], frozenset({FRONT.incarnation}), self.bounds
         proofs = Proofs(drained=True, exited=bounds.exits, revoked=False)
         if self.slots[slot] == "prefill":
-            return PrefillNode(address, fronts, bounds.source_pages, bounds.chunk_tokens, 2, proofs)
+            return PrefillNode(address, fronts, bounds.source_pages, bounds.chunk_tokens, 2, proofs, bounds.policy)
         if self.slots[slot] == "decode":
-            return DecodeNode(address, fronts, bounds.pages, bounds.rows, proofs)
+            return DecodeNode(address, fronts, bounds.pages, bounds.rows, proofs, bounds.policy)
         return RouterNode(address, fronts)
 
     def ranks(self, lives: tuple[int, ...]) -> Any:
