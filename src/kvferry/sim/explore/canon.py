@@ -37,8 +37,9 @@ LEFT_OUT = frozenset({
     "settings", "limits", "_limits", "texts", "info", "_on_message", "clock", "_clock", "refusal", "_progress_at_s",
     "_redial_at_s", "page_size", "max_rooms", "_pairings", "ended", "_backend", "_policy", "_tasks", "_mailbox",
     "opened_s", "admitted_s", "spec", "text", "kv_bytes", "metadata_bytes", "first_token", "first_logprobs",
-    "last_token", "began_s", "era", "queued", "now_s", "handles", "result", "on_end", "_numbers", "chunk", "_moved", "_ledger", "_engine", "_endpoint", "_network", "_agent", "_regions", "_incarnation",
-    "_page_size", "_counts", "_forward", "outbox", "network", "proofs",
+    "last_token", "began_s", "era", "queued", "now_s", "handles", "result", "on_end", "_numbers", "chunk", "_moved",
+    "_ledger", "_engine", "_endpoint", "_network", "_agent", "_regions", "_incarnation", "_page_size", "_counts",
+    "_forward", "outbox", "network", "proofs",
 })  # fmt: skip
 
 

@@ -96,7 +96,8 @@ class Locals:
     _ids: dict[Hashable, int] = field(default_factory=dict)
     _message_ids: dict[Message, int] = field(default_factory=dict)
     _turns: dict[tuple[int, Event], tuple[int, tuple[Deed, ...]] | Violation] = field(default_factory=dict)
-    _swapped: dict[Any, int] = field(default_factory=dict)
+    _swapped: dict[tuple[int, bool], int] = field(default_factory=dict)
+    _named: dict[tuple[int, bool], int] = field(default_factory=dict)
 
     @property
     def turns(self) -> int:
@@ -171,14 +172,16 @@ class Locals:
     # --- symmetry ---
 
     def key_of_state(self, state: int, swapped: bool) -> int:
-        return self._key(("state", state, swapped), lambda: self.states[state].key, swapped)
+        known = self._swapped.get((state, swapped))
+        if known is None:
+            known = self._swapped[(state, swapped)] = self._key(self.states[state].key, swapped)
+        return known
 
     def key_of_message(self, message: int, swapped: bool) -> int:
-        return self._key(("message", message, swapped), lambda: Renderer(0)(self.messages[message]), swapped)
-
-    def _key(self, what: Any, make: Any, swapped: bool) -> int:
-        known = self._swapped.get(what)
+        known = self._named.get((message, swapped))
         if known is None:
-            key = renamed(make(), self.names) if swapped else make()
-            known = self._swapped[what] = self.keys.setdefault(key, len(self.keys))
+            known = self._named[(message, swapped)] = self._key(Renderer(0)(self.messages[message]), swapped)
         return known
+
+    def _key(self, key: Hashable, swapped: bool) -> int:
+        return self.keys.setdefault(renamed(key, self.names) if swapped else key, len(self.keys))

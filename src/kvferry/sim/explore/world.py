@@ -5,7 +5,7 @@ Here: what can happen in a state, and what must hold in it. Not here: what an ev
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ from kvferry.sim.explore.bounds import (
     UNFAIR,
     WAITING,
     Bounds,
+    Links,
     Side,
     State,
     room_of,
@@ -63,6 +64,8 @@ class World:
                 names |= {a: b, b: a}
             names |= {REQUEST: REQUEST + 1, REQUEST + 1: REQUEST}
         self.locals = Locals(names)
+        self._parts: dict[tuple[Any, bool], int] = {}
+        self._part_numbers: dict[Any, int] = {}
         self._safe: dict[tuple[Any, ...], Violation | None] = {}
         self.slot_of: dict[int, int] = {}
         self._addresses: dict[tuple[int, int], Address] = {}
@@ -303,25 +306,36 @@ class World:
 
     def key(self, state: State) -> Any:
         """The same for states that differ by the names of the two rooms alone."""
+        same = state.status, state.lives, state.exits, state.faults
         plain = self._named(state, False)
-        if not self.locals.names:
-            return plain
-        other = self._named(state, True)
-        return plain if repr(plain) <= repr(other) else other
+        return min(plain, self._named(state, True)) if self.locals.names else plain, same
 
-    def _named(self, state: State, swapped: bool) -> Any:
+    def _named(self, state: State, swapped: bool) -> tuple[int, ...]:
+        of_state = self.locals.key_of_state
+        ids = [-1 if at < 0 else of_state(at, swapped) for at in state.locals]
+        rest = state.notes, state.clients, state.stops
+        return *ids, self._part(state.links, swapped, self._links), self._part(rest, swapped, self._rest)
+
+    def _part(self, part: Any, swapped: bool, make: Callable[[Any, bool], Any]) -> int:
+        """A number for a part of a state, by either naming."""
+        known = self._parts.get((part, swapped))
+        if known is None:
+            made = make(part, swapped)
+            known = self._parts[(part, swapped)] = self._part_numbers.setdefault(made, len(self._part_numbers))
+        return known
+
+    def _links(self, links: Links, swapped: bool) -> Any:
+        def named(queue: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(m if m < 0 else self.locals.key_of_message(m, swapped) for m in queue)
+
+        return tuple((pair, status, named(queue), named(new)) for pair, (status, queue, new) in links)
+
+    def _rest(self, rest: Any, swapped: bool) -> Any:
         names = self.locals.names if swapped else {}
-        of_state, of_message = self.locals.key_of_state, self.locals.key_of_message
-        ids = tuple(-1 if at < 0 else of_state(at, swapped) for at in state.locals)
-        links = tuple(
-            (pair, status, tuple(m if m < 0 else of_message(m, swapped) for m in queue),
-             tuple(m if m < 0 else of_message(m, swapped) for m in new))
-            for pair, (status, queue, new) in state.links
-        )  # fmt: skip
-        notes = tuple((s, t, self._note(payload, names)) for s, t, payload in state.notes)
-        clients = state.clients[::-1] if swapped else state.clients
-        stops = tuple(sorted((leader, names.get(room, room)) for leader, room in state.stops))
-        return ids, state.status, state.lives, links, notes, state.exits, clients, stops, state.faults
+        notes, clients, stops = rest
+        named = tuple((source, target, self._note(payload, names)) for source, target, payload in notes)
+        told = tuple(sorted((leader, names.get(room, room)) for leader, room in stops))
+        return named, clients[::-1] if swapped else clients, told
 
     @staticmethod
     def _note(payload: bytes, names: dict[int, int]) -> tuple[int, int, int]:
