@@ -62,11 +62,13 @@ class Bounds:
     exits: bool = True
     prompt: bool = False
     policy: str = "early"
+    ranks: int = 1
 
     def text(self) -> str:
         return (
-            f"{self.routers} router(s), prefill, decode, {self.requests} request(s) of {self.prompt_tokens} page(s) "
-            f"in {self.attempts} attempt(s); pools of {self.source_pages} and {self.pages} pages; "
+            f"{self.routers} router(s), prefill of {self.ranks} rank(s), decode; {self.requests} request(s) "
+            f"of {self.prompt_tokens} page(s) in {self.attempts} attempt(s); "
+            f"pools of {self.source_pages} and {self.pages} pages; "
             f"at most {self.faults} fault(s) of: {', '.join(self.kinds)}"
             + (f"; policy {self.policy}" if self.policy != "early" else "")
             + ("; the router takes in what comes at once" if self.prompt else "")

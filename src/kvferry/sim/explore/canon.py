@@ -18,6 +18,7 @@ from kvferry.actors.decode.batch import Batch
 from kvferry.actors.forward import Forward
 from kvferry.actors.leaving import Leaving
 from kvferry.actors.prefill.kept import KeptPrompts
+from kvferry.actors.ranks.ending import Ending
 from kvferry.engine.contract import StepPlan
 from kvferry.memory.admission import Claim
 from kvferry.memory.ages import Ages
@@ -39,7 +40,8 @@ LEFT_OUT = frozenset({
     "opened_s", "admitted_s", "spec", "text", "kv_bytes", "metadata_bytes", "first_token", "first_logprobs",
     "last_token", "began_s", "era", "queued", "now_s", "handles", "result", "on_end", "_numbers", "chunk", "_moved",
     "_ledger", "_engine", "_endpoint", "_network", "_agent", "_regions", "_incarnation", "_page_size", "_counts",
-    "_forward", "outbox", "network", "proofs",
+    "_forward", "outbox", "network", "proofs", "_planner", "_join", "_resolve", "_looking", "_retry_at_s", "_team",
+    "steps_done", "_info",
 })  # fmt: skip
 
 
@@ -98,7 +100,7 @@ def _engine(_: Renderer, engine: LabelEngine) -> Hashable:
     read = tuple(
         None if row is None else (row.room, row.incarnation, row.prompt_tokens, row.first_token) for row in rows
     )
-    return frozenset((page, label.room, label.writer) for page, label in engine.labels.items()), read
+    return frozenset((*at, label.room, label.writer) for at, label in engine.labels.items()), read
 
 
 def _plan(_: Renderer, plan: StepPlan) -> Hashable:
@@ -112,6 +114,7 @@ _SPECIAL: dict[type, Callable[[Renderer, Any], Hashable]] = {
     Cause: lambda *_: "cause",
     Claim: lambda _, claim: (claim.key, claim.phase, claim.initial, claim.need),
     Clocks: lambda _, clocks: (clocks._wait, clocks._stopped),
+    Ending: lambda _, ending: bool(ending),
     Forward: lambda _, forward: forward.running,
     Holding: Renderer.holding,
     Batch: lambda render, batch: render(batch._admission),

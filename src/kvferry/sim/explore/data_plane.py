@@ -9,7 +9,16 @@ from typing import Any
 from kvferry.protocol.metadata import ROW_BYTES, Metadata
 from kvferry.sim.explore.effects import Handle, Notify, Post, Surroundings
 from kvferry.sim.explore.fakes import PAGE_BYTES, LabelEngine
-from kvferry.transfer.contract import Descriptor, Peer, Proofs, Spans, WriteHandle, WriteOutcome, WriteResult
+from kvferry.transfer.contract import (
+    Descriptor,
+    Peer,
+    Proofs,
+    RegionKind,
+    Spans,
+    WriteHandle,
+    WriteOutcome,
+    WriteResult,
+)
 
 
 class NotedPeer:
@@ -59,16 +68,18 @@ class NotingEndpoint:
         return NotedPeer(descriptor)
 
     def write(self, peer: Peer, spans: Spans, on_end: Callable[[WriteResult], None]) -> WriteHandle:
-        pages: list[tuple[int, int, Any]] = []
+        pages: list[tuple[int, int, int, Any]] = []
         rows: list[tuple[int, bytes]] = []
+        regions = self._engine.regions()
         for source, _, at, to, length in spans.tolist():
-            if source == 1:
+            if regions[source].kind is RegionKind.ROWS:
                 rows.append((to // ROW_BYTES, bytes(self._engine.rows[at // ROW_BYTES])))
                 continue
+            layer = regions[source].layer
             for item in range(length // PAGE_BYTES):
                 page = at // PAGE_BYTES + item
-                pages.append((page, to // PAGE_BYTES + item, self._engine.labels.get(page)))
-        room = self._engine.labels[pages[0][0]].room if pages else Metadata.unpack(memoryview(rows[0][1])).room
+                pages.append((layer, page, to // PAGE_BYTES + item, self._engine.labels.get((layer, page))))
+        room = pages[0][3].room if pages else Metadata.unpack(memoryview(rows[0][1])).room
         number = self._numbers[room] = self._numbers.get(room, 0) + 1
         target = peer.descriptor.incarnation
         write = NotedWrite(Post((room, number), target, room, tuple(pages), tuple(rows)), on_end)

@@ -33,7 +33,7 @@ def diagram(world: World | SessionWorld, trace: list[Event], violation: Violatio
 class _Handoff:
     def __init__(self, world: World) -> None:
         self._world = world
-        self.participants = ("front", *(name.replace("-", "") for name in world.slots))
+        self.participants = ("front", *(name.replace("-", "").replace(".", "") for name in world.slots))
         self._before = ""
 
     def lines(self, state: State, event: Event) -> list[str]:
@@ -76,13 +76,14 @@ class _Handoff:
 
     def _message(self, number: int) -> str:
         message: Any = self._world.locals.messages[number]
-        return f"{type(message).__name__} (room {message.room:x})"
+        room = getattr(message, "room", 0)
+        return f"{type(message).__name__} (room {room:x})" if room else type(message).__name__
 
     def _name(self, incarnation: int) -> str:
-        return self._world.by_incarnation[incarnation].name.replace("-", "")
+        return self._world.by_incarnation[incarnation].name.replace("-", "").replace(".", "")
 
     def _slot(self, slot: int) -> str:
-        return self._world.slots[slot].replace("-", "")
+        return self._world.slots[slot].replace("-", "").replace(".", "")
 
 
 class _Session:

@@ -36,14 +36,14 @@ class Drop:
 
 @dataclass(frozen=True)
 class Post:
-    """A write in the lane of process `target`. `pages`: (source page, target page, label of the
+    """A write in the lane of process `target`. `pages`: (layer, source page, target page, label of the
     source's content), `rows`: (target row, its bytes), `room` whose source pages they are.
     """
 
     handle: Handle
     target: int
     room: int
-    pages: tuple[tuple[int, int, Any], ...]
+    pages: tuple[tuple[int, int, int, Any], ...]
     rows: tuple[tuple[int, bytes], ...]
 
 

@@ -6,8 +6,6 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from kvferry.engine.contract import (
     Drawn,
     Emission,
@@ -19,7 +17,7 @@ from kvferry.engine.contract import (
 from kvferry.protocol.address import Address
 from kvferry.protocol.messages import Message
 from kvferry.protocol.metadata import ROW_BYTES
-from kvferry.protocol.rank import Layout
+from kvferry.protocol.rank import Layout, Slice
 from kvferry.protocol.request import Sampling
 from kvferry.sim.explore.effects import Client, Dial, Drop, Say, Surroundings
 from kvferry.transfer.contract import (
@@ -28,10 +26,14 @@ from kvferry.transfer.contract import (
 )
 
 PAGE_BYTES = 64
+_WORLD_BASE = 1 << 20
 #: The token that every prompt draws here.
 TOKEN = 7
-LAYOUT = Layout("explored", "1", "float32", 1, layers=1, kv_heads=1, head_dim=4)
-_WORLD_BASE = 1 << 20
+
+
+def layout_of(layers: int, policy: str) -> Layout:
+    """Pages of one token; one layer for each source rank."""
+    return Layout("explored", "1", "float32", 1, layers=layers, kv_heads=1, head_dim=4, policy=policy)
 
 
 @dataclass
@@ -101,24 +103,25 @@ class Written:
 class LabelEngine:
     """An engine whose pages hold labels. A forward ends when it is awaited."""
 
-    def __init__(self, pages: int, rows: int, incarnation: int, policy: str) -> None:
+    def __init__(self, pages: int, rows: int, incarnation: int, layout: Layout, part: Slice) -> None:
         self._pages, self._incarnation = pages, incarnation
-        self.layout = msgspec.structs.replace(LAYOUT, policy=policy)
-        self.labels: dict[int, Any] = {}
+        self.layout, self._part = layout, part
+        self.labels: dict[tuple[int, int], Any] = {}  # (layer, page)
         self.rows = [bytearray(ROW_BYTES) for _ in range(rows)]
 
     @property
     def limits(self) -> EngineLimits:
-        return EngineLimits(self._pages, LAYOUT.page_size, 64, vocab_size=100)
+        return EngineLimits(self._pages, self.layout.page_size, 64, vocab_size=100)
 
     @property
     def metadata_rows(self) -> int:
         return len(self.rows)
 
     def regions(self) -> tuple[Region, ...]:
-        pages = Region(RegionKind.PAGES, "k", 0, _WORLD_BASE, PAGE_BYTES, self._pages, 0, 1)
-        rows = Region(RegionKind.ROWS, "metadata", -1, 2 * _WORLD_BASE, ROW_BYTES, len(self.rows))
-        return pages, rows
+        layers = range(self._part.first_layer, self._part.first_layer + self._part.layers)
+        pages = [Region(RegionKind.PAGES, "k", i, _WORLD_BASE * (i + 1), PAGE_BYTES, self._pages, 0, 1) for i in layers]
+        rows = Region(RegionKind.ROWS, "metadata", -1, 64 * _WORLD_BASE, ROW_BYTES, len(self.rows))
+        return *pages, rows
 
     def metadata_row(self, slot: int) -> memoryview:
         return memoryview(self.rows[slot])
@@ -126,13 +129,18 @@ class LabelEngine:
     def place(self, room: int, sequence: Sequence) -> None:
         """What a forward leaves in its pages; a page holds one token."""
         for position in range(sequence.start, sequence.position):
-            self.labels[sequence.pages[position // LAYOUT.page_size]] = Written(room, self._incarnation)
+            for layer in range(self._part.first_layer, self._part.first_layer + self._part.layers):
+                self.labels[(layer, sequence.pages[position])] = Written(room, self._incarnation)
 
     async def step(self, plan: StepPlan) -> StepResult:
         for sequence in plan.sequences:
             self.place(sequence.key, sequence)
         drawn = tuple(None if s.sampling is None else Drawn(TOKEN, 1.0) for s in plan.sequences)
         return StepResult(plan.step, drawn, 0.0)
+
+    def combine(self, plan: StepPlan, result: StepResult, parts: list[bytes]) -> StepResult:
+        """The others have nothing to add."""
+        return result
 
     async def close(self) -> None:
         """Nothing to end."""

@@ -99,7 +99,9 @@ def ask(change: Change, client: int, slot: int) -> None:
     attempt += doing == CUT_OFF
     change.clients[client] = (WAITING, attempt, has, slot)
     world = change.world
-    legs = [world.info(at, change.before.lives[at]) for at, name in enumerate(world.slots) if "router" not in name]
+    legs = [
+        world.info(at, change.before.lives[at]) for at, name in enumerate(world.slots) if name in ("prefill", "decode")
+    ]
     change.turn(
         change.incarnation(slot), ("open", room_of(client, attempt), attempt, change.world.spec(client, has), *legs)
     )
@@ -173,4 +175,13 @@ def depart(change: Change, slot: int) -> None:
     if local.rooms or local.writes:
         text = f"prefill says that it may go, with {len(local.rooms)} rooms and {len(local.writes)} writes"
         raise Violation("drain-loses-nothing", text)
+    change.crash(slot)
+
+
+def farewell(change: Change, slot: int) -> None:
+    change.turn(change.incarnation(slot), ("farewell",))
+
+
+def end(change: Change, slot: int) -> None:
+    """The instance has lost a rank: what was said has arrived, and the process ends."""
     change.crash(slot)

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Iterator
 from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 from kvferry.actors.actor import FromPeer, Tick
-from kvferry.actors.decode.decode import Decode, Notified
+from kvferry.actors.decode.arrival import Notified
+from kvferry.actors.decode.decode import Decode
 from kvferry.actors.leader import Leader
 from kvferry.actors.leaving import QUIET_S, DrainRequested
 from kvferry.actors.parts import Parts
+from kvferry.actors.prefill.follower import PrefillFollower
 from kvferry.actors.prefill.prefill import Prefill
+from kvferry.actors.ranks.follower import LeaderFound
 from kvferry.actors.settings import ClockSettings, DecodeSettings, PrefillSettings
 from kvferry.protocol.address import Address
 from kvferry.protocol.kvpoll import KVPoll
 from kvferry.protocol.messages import Stop
-from kvferry.protocol.rank import RankInfo
+from kvferry.protocol.rank import RankInfo, slice_of
 from kvferry.protocol.receiver import ReceiverState
 from kvferry.sim.explore.data_plane import NotingEndpoint
 from kvferry.sim.explore.effects import Post
@@ -25,6 +29,7 @@ from kvferry.sim.explore.fakes import (
     LabelEngine,
     Work,
     Written,
+    layout_of,
 )
 from kvferry.sim.explore.node import Leases, Node, resolve
 from kvferry.sim.explore.violation import Violation
@@ -38,7 +43,7 @@ class _Spawning:
 
     def spawn(self, work: Awaitable[None]) -> None:
         made = Work.of(work)
-        if made.name in ("disconnect", "_connect"):
+        if made.name in ("disconnect", "_connect", "_accept"):
             made.run()
         else:
             self.works.append(made)
@@ -52,22 +57,63 @@ class ExploredDecode(_Spawning, Decode):
     pass
 
 
+@dataclass(frozen=True)
+class Size:
+    """Of a rank: its pool, its place among the `ranks` of its instance (pipeline stages, of one layer each)."""
+
+    pages: int
+    rows: int
+    proofs: Proofs
+    policy: str
+    ranks: int = 1
+    rank: int = 0
+    layers: int = 1
+    chunk_tokens: int = 1
+
+
+def parts_of(node: LeaderNode | FollowerNode, size: Size) -> Parts:
+    incarnation, pages = node.address.incarnation, size.pages
+    layout = layout_of(size.layers, size.policy)
+    part = slice_of(layout, 0, 1, size.rank, size.ranks)
+    engine = node.engine = LabelEngine(pages, size.rows, incarnation, layout, part)
+    node.endpoint = NotingEndpoint(node.around, engine, incarnation, size.proofs)
+    info = RankInfo(
+        node.role, node.role, node.address, layout, pages=pages, max_prompt_tokens=pages, max_total_tokens=pages + 1,
+        pp_rank=size.rank, pp_size=size.ranks,
+    )  # fmt: skip
+    limits = ClockSettings(100.0, 100.0, 100.0, 100.0)
+    return Parts(
+        node.sessions, node.clock, 1000, resolve, engine, CountingTexts(), node.endpoint, info, limits, 100,
+        engine.combine,
+    )  # fmt: skip
+
+
+class Writes:
+    """What a rank of prefill has on the data plane."""
+
+    endpoint: NotingEndpoint
+    _settle: Any
+
+    def write(self, handle: tuple[int, int], outcome: WriteOutcome) -> None:
+        """A write ends."""
+        self.endpoint.ended(handle, outcome)
+        self._settle()
+
+    def writes(self) -> tuple[tuple[Post, bool, bool], ...]:
+        lanes = sorted(self.endpoint.lanes.items())
+        return tuple((w.post, at == 0, w.cancelled) for _, lane in lanes for at, w in enumerate(lane))
+
+    def late(self) -> tuple[Post, ...]:
+        return tuple(self.endpoint.late)
+
+
 class LeaderNode(Node):
     engine: LabelEngine
     endpoint: NotingEndpoint
     actor: Leader[Any]
 
-    def parts(self, pages: int, rows: int, proofs: Proofs, policy: str) -> Parts:
-        self.engine = LabelEngine(pages, rows, self.address.incarnation, policy)
-        self.endpoint = NotingEndpoint(self.around, self.engine, self.address.incarnation, proofs)
-        info = RankInfo(
-            self.address.name, self.role, self.address, self.engine.layout, pages=pages, max_prompt_tokens=pages,
-            max_total_tokens=pages + 1,
-        )  # fmt: skip
-        limits = ClockSettings(100.0, 100.0, 100.0, 100.0)
-        return Parts(
-            self.sessions, self.clock, 1000, resolve, self.engine, CountingTexts(), self.endpoint, info, limits, 100
-        )
+    def parts(self, size: Size) -> Parts:
+        return parts_of(self, size)
 
     # --- events ---
 
@@ -159,7 +205,7 @@ class LeaderNode(Node):
 
     def tidy(self) -> None:
         held, engine = self.held(), self.engine
-        engine.labels = {page: label for page, label in engine.labels.items() if page in held}
+        engine.labels = {at: label for at, label in engine.labels.items() if at[1] in held}
         holdings = [room.holding for room in self.actor.rooms.values() if room.holding is not None]
         rows = {row for holding in holdings for row in holding.rows}
         for row in range(len(engine.rows)):
@@ -168,49 +214,33 @@ class LeaderNode(Node):
         self.endpoint._numbers = {r: n for r, n in self.endpoint._numbers.items() if r in self.actor.rooms}
 
 
-class PrefillNode(LeaderNode):
+class PrefillNode(Writes, LeaderNode):
     role = "prefill"
 
-    def __init__(
-        self, address: Address, fronts: frozenset[int], pages: int, chunk: int, rows: int, proofs: Proofs, policy: str
-    ) -> None:
+    def __init__(self, address: Address, fronts: frozenset[int], size: Size) -> None:
         super().__init__(address, fronts)
-        parts = self.parts(pages, rows, proofs, policy)
-        self.actor = ExploredPrefill(parts, PrefillSettings(chunk_tokens=chunk, batch_tokens=chunk))
+        settings = PrefillSettings(chunk_tokens=size.chunk_tokens, batch_tokens=size.chunk_tokens)
+        self.actor = ExploredPrefill(self.parts(size), settings)
         self.actor.works = self.works
-
-    def write(self, handle: tuple[int, int], outcome: WriteOutcome) -> None:
-        """A write ends."""
-        self.endpoint.ended(handle, outcome)
-        self._settle()
 
     def wants_tick(self) -> bool:
         return False
-
-    def writes(self) -> tuple[tuple[Post, bool, bool], ...]:
-        lanes = sorted(self.endpoint.lanes.items())
-        return tuple((w.post, at == 0, w.cancelled) for _, lane in lanes for at, w in enumerate(lane))
-
-    def late(self) -> tuple[Post, ...]:
-        return tuple(self.endpoint.late)
 
 
 class DecodeNode(LeaderNode):
     role = "decode"
     actor: ExploredDecode
 
-    def __init__(
-        self, address: Address, fronts: frozenset[int], pages: int, rows: int, proofs: Proofs, policy: str
-    ) -> None:
+    def __init__(self, address: Address, fronts: frozenset[int], size: Size) -> None:
         super().__init__(address, fronts)
         self.committed: set[int] = set()
-        self.actor = ExploredDecode(self.parts(pages, rows, proofs, policy), DecodeSettings(max_running=4))
+        self.actor = ExploredDecode(self.parts(size), DecodeSettings(max_running=4))
         self.actor.works = self.works
 
     def land(self, post: Post) -> None:
         """Bytes arrive in memory; the actor is not told."""
-        for _, page, label in post.pages:
-            self.engine.labels[page] = label
+        for layer, _, page, label in post.pages:
+            self.engine.labels[(layer, page)] = label
         for row, content in post.rows:
             self.engine.rows[row][:] = content
         self.tidy()
@@ -221,15 +251,17 @@ class DecodeNode(LeaderNode):
     def wants_tick(self) -> bool:
         """A room waits for proof and there is no link to ask for it."""
         releasing = [r for r in self.actor.rooms.values() if r.machine.state is ReceiverState.RELEASING]
-        return any(room.peer.incarnation not in self.sessions.open for room in releasing)
+        sources = [room.machine.writers[rank] for room in releasing for rank in room.machine.unproven]
+        return any(incarnation not in self.sessions.open for incarnation in sources)
 
     def leases(self) -> Leases:
-        pages: dict[int, tuple[int, int]] = {}
-        rows: dict[int, tuple[int, int]] = {}
+        pages: dict[int, tuple[int, frozenset[int]]] = {}
+        rows: dict[int, tuple[int, frozenset[int]]] = {}
         for room in self.actor.rooms.values():
             if room.holding is not None and room.holding.lease is not None:
-                pages |= dict.fromkeys(room.holding.pages, (room.room, room.peer.incarnation))
-                rows |= dict.fromkeys(room.holding.rows, (room.room, room.peer.incarnation))
+                writers = room.room, frozenset(room.holding.lease.writers.values())
+                pages |= dict.fromkeys(room.holding.pages, writers)
+                rows |= dict.fromkeys(room.holding.rows, writers)
         return pages, rows
 
     def check(self) -> None:
@@ -241,8 +273,66 @@ class DecodeNode(LeaderNode):
 
     def _check_content(self, room: Any) -> None:
         """What a room commits with is what its own prefill wrote for it."""
-        wanted = Written(room.room, room.peer.incarnation)
-        for page in room.holding.pages[: room.prompt_tokens]:
-            if self.engine.labels.get(page) != wanted:
-                text = f"room {room.room:x} commits with {self.engine.labels.get(page)} in page {page}"
-                raise Violation("commit-content", f"{self.address.name}: {text}")
+        for layer, incarnation in room.machine.writers.items():
+            wanted = Written(room.room, incarnation)
+            for page in room.holding.pages[: room.prompt_tokens]:
+                found = self.engine.labels.get((layer, page))
+                if found != wanted:
+                    text = f"room {room.room:x} commits with {found} in layer {layer} of page {page}"
+                    raise Violation("commit-content", f"{self.address.name}: {text}")
+
+
+class ExploredFollower(_Spawning, PrefillFollower):
+    pass
+
+
+class FollowerNode(Writes, Node):
+    """A rank of prefill that is not the leader."""
+
+    role = "prefill"
+    engine: LabelEngine
+    endpoint: NotingEndpoint
+
+    def __init__(self, address: Address, fronts: frozenset[int], size: Size) -> None:
+        super().__init__(address, fronts)
+        self.actor = ExploredFollower(parts_of(self, size))
+        self.actor.works = self.works
+
+    def found(self, leader: Address) -> None:
+        self._turn(LeaderFound(leader))
+
+    def work(self, index: int) -> None:
+        self.works.pop(index).run()
+        self._settle()
+
+    def rooms(self) -> Iterator[tuple[int, Any]]:
+        return ((room.room, room.machine) for room in self.actor.rooms.values())
+
+    def expiring(self) -> tuple[int, ...]:
+        """It has no clocks: its leader has."""
+        return ()
+
+    def quiet(self) -> bool:
+        return not self.actor.rooms and not self.works
+
+    def wants_tick(self) -> bool:
+        return False
+
+    def pump(self) -> None:
+        while items := self.actor._mailbox.drain():
+            for item in items:
+                self.actor.receive(item)
+            self.actor.advance()
+
+    def check_clocks(self) -> None:
+        """As for `expiring`."""
+
+    def tidy(self) -> None:
+        """Labels of its pages stay: whose they are is the leader's business."""
+        rooms = self.actor.rooms
+        self.endpoint._numbers = {room: number for room, number in self.endpoint._numbers.items() if room in rooms}
+
+    def _settle(self) -> None:
+        self.pump()
+        self.check()
+        self.tidy()

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from kvferry.protocol.errors import Cause
+from kvferry.protocol.instance import Wrote
 from kvferry.protocol.machine import Go
 from kvferry.protocol.messages import (
     Load,
@@ -58,6 +59,8 @@ def canonical(message: Message) -> Message:
         value = getattr(message, name)
         if isinstance(value, Cause):
             changes[name] = _NO_CAUSE
+        elif name == "error" and isinstance(message, Wrote):
+            changes[name] = ""
         elif name in ("kv_bytes", "metadata_bytes", "offset_s", "chunks"):
             changes[name] = 0
     return msgspec.structs.replace(message, **changes) if changes else message
@@ -83,6 +86,8 @@ class Local:
     states: tuple[str, ...]
     drains: bool
     may_depart: bool
+    ends: bool
+    said: bool
 
 
 @dataclass
@@ -116,7 +121,7 @@ class Locals:
             Local(
                 number, freeze(node), key, frozenset(node.sessions.seen), works, rooms, node.expiring(),
                 node.wants_tick(), node.quiet(), node.writes(), node.late(), node.leases(), node.held(), machines,
-                node.drains(), node.may_depart(),
+                node.drains(), node.may_depart(), node.ends(), node.said,
             )
         )  # fmt: skip
         return number

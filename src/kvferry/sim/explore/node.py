@@ -25,8 +25,8 @@ from kvferry.sim.explore.violation import Violation
 
 REGISTRY = Address("registry", "", 1, "", 0)
 LONG_AGO_S = -1e9
-#: (pages leased to a writer: page -> (room, incarnation)), the same for rows
-Leases = tuple[dict[int, tuple[int, int]], dict[int, tuple[int, int]]]
+#: (pages leased to a writer: page -> (room, incarnations)), the same for rows
+Leases = tuple[dict[int, tuple[int, frozenset[int]]], dict[int, tuple[int, frozenset[int]]]]
 
 
 class Node:
@@ -42,6 +42,7 @@ class Node:
         self.sessions = Sessions(self.around, address, fronts)
         self.works: list[Work] = []
         self.polls: dict[int, KVPoll] = {}
+        self.said = False
 
     # --- events ---
 
@@ -105,6 +106,15 @@ class Node:
         """What others may write to, and who."""
         return {}, {}
 
+    def farewell(self) -> None:
+        """A last turn, in which an instance that ends says so."""
+        self.said = True
+        self._turn(Tick())
+
+    def ends(self) -> bool:
+        """Its instance has lost a rank, and none of its own writes is open: it will end by itself."""
+        return bool(getattr(self.actor, "ending", "")) and self.actor.quiet
+
     def drains(self) -> bool:
         """It takes no new rooms, and ends when those that are here have ended."""
         return False
@@ -119,10 +129,8 @@ class Node:
 
     def key(self) -> Hashable:
         render = Renderer(self._done())
-        return (
-            self.role, self.address.incarnation, frozenset(self.sessions.open.items()), frozenset(self.sessions.seen),
-            render(self.works), render(self._state()),
-        )  # fmt: skip
+        links = frozenset(self.sessions.open.items()), frozenset(self.sessions.seen)
+        return self.role, self.address.incarnation, self.said, links, render(self.works), render(self._state())
 
     def _state(self) -> Any:
         return self.actor
@@ -153,15 +161,18 @@ class Node:
                     "kvpoll-sticky", f"{self.address.name}: KVPoll was {poll.name} and is {polls[room].name}"
                 )
         self.polls = polls
-        for room, poll in polls.items():
-            if poll not in STICKY and self._clocks(room)._stopped:
-                raise Violation("clocks-run", f"{self.address.name}: no clock runs for room {room:x}")
+        self.check_clocks()
         for room, machine in self.rooms():
             refused = [(state, event) for verdict, state, event in machine.counts if verdict.name == "REFUSED"]
             if refused:
                 state, event = refused[0]
                 text = f"{type(machine).__name__} of room {room:x} refuses {event.name} in {state.name}"
                 raise Violation("refused", f"{self.address.name}: {text}")
+
+    def check_clocks(self) -> None:
+        for room, poll in self.polls.items():
+            if poll not in STICKY and self._clocks(room)._stopped:
+                raise Violation("clocks-run", f"{self.address.name}: no clock runs for room {room:x}")
 
     def tidy(self) -> None:
         """Forget what nothing depends on any more."""

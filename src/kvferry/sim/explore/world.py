@@ -6,11 +6,12 @@ Here: what can happen in a state, and what must hold in it. Not here: what an ev
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvferry.protocol.address import Address
 from kvferry.protocol.metadata import decode_notification
+from kvferry.protocol.rank import RankInfo
 from kvferry.protocol.request import RequestSpec, Sampling
 from kvferry.sim.explore import happen
 from kvferry.sim.explore.bounds import (
@@ -35,8 +36,8 @@ from kvferry.sim.explore.bounds import (
     room_of,
 )
 from kvferry.sim.explore.change import Change
-from kvferry.sim.explore.effects import Post
-from kvferry.sim.explore.leaders import DecodeNode, PrefillNode
+from kvferry.sim.explore.effects import Post, Say
+from kvferry.sim.explore.leaders import DecodeNode, FollowerNode, PrefillNode, Size
 from kvferry.sim.explore.local import Event, Local, Locals
 from kvferry.sim.explore.node import Node
 from kvferry.sim.explore.router import RouterNode
@@ -55,7 +56,9 @@ class World:
 
     def __post_init__(self) -> None:
         routers = tuple(f"router-{i}" for i in range(self.bounds.routers))
-        self.slots = (*routers, "prefill", "decode")
+        followers = tuple(f"prefill.{rank}" for rank in range(1, self.bounds.ranks))
+        self.slots = (*routers, "prefill", "decode", *followers)
+        self._infos: dict[tuple[int, int], RankInfo] = {}
         two = self.bounds.requests == 2 and self.bounds.routers == 1
         names: dict[int, int] = {}
         if two:
@@ -85,13 +88,22 @@ class World:
         count = len(nodes)
         links: dict[tuple[int, int], Side] = {}
         routers = [node for node in nodes if isinstance(node, RouterNode)]
-        leaders = [node for node in nodes if not isinstance(node, RouterNode)]
+        leaders = [node for node in nodes if isinstance(node, PrefillNode | DecodeNode)]
+        followers = [node for node in nodes if isinstance(node, FollowerNode)]
+        pairs: list[tuple[Node, Node]] = [(follower, leaders[0]) for follower in followers]
+        for follower in followers:
+            join(follower, leaders[0])
+        for leader in leaders:
+            self._infos[(self.slot_of[leader.address.incarnation], 1)] = leader.actor.info
         for router in routers:
             router.roster(self.ranks((1,) * count))
             for leader in leaders:
-                for a, b in ((router, leader), (leader, router)):
-                    a.up(b.address)
-                    links[(a.address.incarnation, b.address.incarnation)] = (OPEN, (), ())
+                router.up(leader.address)
+                leader.up(router.address)
+                pairs.append((router, leader))
+        for a, b in pairs:
+            for one, other in ((a, b), (b, a)):
+                links[(one.address.incarnation, other.address.incarnation)] = (OPEN, (), ())
         for node in nodes:
             node.effects()
         clients = tuple((UNBORN, 0, 0, 0) for _ in range(self.bounds.requests))
@@ -102,11 +114,15 @@ class World:
 
     def make(self, slot: int, life: int) -> Node:
         address, fronts, bounds = self._addresses[(slot, life)], frozenset({FRONT.incarnation}), self.bounds
+        name, layers = self.slots[slot], bounds.ranks
         proofs = Proofs(drained=True, exited=bounds.exits, revoked=False)
-        if self.slots[slot] == "prefill":
-            return PrefillNode(address, fronts, bounds.source_pages, bounds.chunk_tokens, 2, proofs, bounds.policy)
-        if self.slots[slot] == "decode":
-            return DecodeNode(address, fronts, bounds.pages, bounds.rows, proofs, bounds.policy)
+        size = Size(bounds.source_pages, 2, proofs, bounds.policy, bounds.ranks, 0, layers, bounds.chunk_tokens)
+        if name == "prefill":
+            return PrefillNode(address, fronts, size)
+        if name.startswith("prefill."):
+            return FollowerNode(address, fronts, replace(size, rank=int(name.partition(".")[2])))
+        if name == "decode":
+            return DecodeNode(address, fronts, Size(bounds.pages, bounds.rows, proofs, bounds.policy, layers=layers))
         return RouterNode(address, fronts)
 
     def ranks(self, lives: tuple[int, ...]) -> Any:
@@ -116,9 +132,13 @@ class World:
                 found.append(self.info(slot, lives[slot]))
         return tuple(found)
 
-    def info(self, slot: int, life: int) -> Any:
-        node: Any = self.make(slot, life)
-        return node.actor.info
+    def info(self, slot: int, life: int) -> RankInfo:
+        """As it registers."""
+        known = self._infos.get((slot, life))
+        if known is None:
+            node: Any = self.make(slot, life)
+            known = self._infos[(slot, life)] = node.actor.info
+        return known
 
     def spec(self, client: int, has: int) -> RequestSpec:
         prompt = tuple(range(1, self.bounds.prompt_tokens + 1))
@@ -178,6 +198,10 @@ class World:
                 yield ("expire", slot, room)
         if local.late:
             yield ("kill", slot)
+        if local.ends and not local.said:
+            yield ("farewell", slot)
+        elif local.ends and not any(queue for (_, peer), (_, queue, _) in sides.items() if peer == here):
+            yield ("end", slot)
         if "drain" in self.bounds.kinds and self.slots[slot] == "prefill":
             if not local.drains:
                 yield ("drain", slot)
@@ -256,35 +280,43 @@ class World:
     def check(self, state: State) -> None:
         """Raises Violation: every write that may land now may do so where it would."""
         for slot, name in enumerate(self.slots):
-            if name != "prefill" or state.status[slot] == DEAD:
+            if not name.startswith("prefill") or state.status[slot] == DEAD:
                 continue
-            writer = self.local(state, slot)
+            writer, leader = self.local(state, slot), self.slots.index("prefill")
+            held = self.local(state, leader).held if state.status[leader] == ALIVE else None
             for post in (*(post for post, posted, _ in writer.writes if posted), *writer.late):
                 owner = self.slot_of[post.target]
                 if self._lives(state, post.target):
-                    self._check_write(post, self.incarnation(state, slot), writer, self.local(state, owner))
+                    self._check_write(post, self.incarnation(state, slot), writer, self.local(state, owner), held)
 
-    def _check_write(self, post: Post, incarnation: int, writer: Local, owner: Local) -> None:
-        found = self._safe.get((post, incarnation, writer.id, owner.id), _UNKNOWN)
+    def _check_write(
+        self, post: Post, incarnation: int, writer: Local, owner: Local, held: dict[int, int] | None
+    ) -> None:
+        """`held`: pages of prefill's leader, who gives the numbers to all its ranks; None when it has ended."""
+        at = (post, incarnation, owner.id, post in writer.late, None if held is None else tuple(sorted(held.items())))
+        found = self._safe.get(at, _UNKNOWN)
         if found is _UNKNOWN:
-            found = self._problem(post, incarnation, writer, owner)
-            self._safe[(post, incarnation, writer.id, owner.id)] = found
+            found = self._safe[at] = self._problem(post, incarnation, owner, None if at[3] else held)
         if isinstance(found, Violation):
             raise found
 
-    def _problem(self, post: Post, incarnation: int, writer: Local, owner: Local) -> Violation | None:
+    @staticmethod
+    def _problem(post: Post, incarnation: int, owner: Local, held: dict[int, int] | None) -> Violation | None:
         pages, rows = owner.leases
-        for _, target, _ in post.pages:
-            if pages.get(target) != (post.room, incarnation):
+        nobody: tuple[int, frozenset[int]] = (0, frozenset())
+        for _, _, target, _ in post.pages:
+            room, writers = pages.get(target, nobody)
+            if room != post.room or incarnation not in writers:
                 text = f"a write of room {post.room:x} can land in page {target}, leased to {pages.get(target)}"
                 return Violation("write-in-leased-page", text)
         for row, _ in post.rows:
-            if rows.get(row) != (post.room, incarnation):
+            room, writers = rows.get(row, nobody)
+            if room != post.room or incarnation not in writers:
                 text = f"a write of room {post.room:x} can land in row {row}, leased to {rows.get(row)}"
                 return Violation("write-in-leased-page", text)
-        if post not in writer.late:
-            for source, _, _ in post.pages:
-                if writer.held.get(source) != post.room:
+        if held is not None:
+            for _, source, _, _ in post.pages:
+                if held.get(source) != post.room:
                     return Violation(
                         "read-from-held-page", f"room {post.room:x} reads page {source}, which it gave back"
                     )
@@ -342,3 +374,14 @@ class World:
         news = decode_notification(payload)
         assert news is not None
         return names.get(news.room, news.room), news.rank, news.incarnation
+
+
+def join(follower: FollowerNode, leader: Node) -> None:
+    """Before anything is asked for, the instance is complete."""
+    follower.found(leader.address)
+    leader.up(follower.address)
+    follower.up(leader.address)
+    for node, peer in ((leader, follower), (follower, leader)):
+        for effect in peer.effects():
+            if isinstance(effect, Say) and effect.peer == node.address.incarnation:
+                node.message(peer.address, effect.message)
