@@ -86,6 +86,7 @@ class Local:
     states: tuple[str, ...]
     drains: bool
     may_depart: bool
+    ending: bool
     ends: bool
     said: bool
 
@@ -121,7 +122,7 @@ class Locals:
             Local(
                 number, freeze(node), key, frozenset(node.sessions.seen), works, rooms, node.expiring(),
                 node.wants_tick(), node.quiet(), node.writes(), node.late(), node.leases(), node.held(), machines,
-                node.drains(), node.may_depart(), node.ends(), node.said,
+                node.drains(), node.may_depart(), node.ending(), node.ends(), node.said,
             )
         )  # fmt: skip
         return number

@@ -113,7 +113,11 @@ class Node:
 
     def ends(self) -> bool:
         """Its instance has lost a rank, and none of its own writes is open: it will end by itself."""
-        return bool(getattr(self.actor, "ending", "")) and self.actor.quiet
+        return self.ending() and self.actor.quiet
+
+    def ending(self) -> bool:
+        """Its instance has lost a rank: no page is given to anybody here any more."""
+        return bool(getattr(self.actor, "ending", ""))
 
     def drains(self) -> bool:
         """It takes no new rooms, and ends when those that are here have ended."""

@@ -283,7 +283,8 @@ class World:
             if not name.startswith("prefill") or state.status[slot] == DEAD:
                 continue
             writer, leader = self.local(state, slot), self.slots.index("prefill")
-            held = self.local(state, leader).held if state.status[leader] == ALIVE else None
+            keeps = state.status[leader] == ALIVE and not self.local(state, leader).ending
+            held = self.local(state, leader).held if keeps else None
             for post in (*(post for post, posted, _ in writer.writes if posted), *writer.late):
                 owner = self.slot_of[post.target]
                 if self._lives(state, post.target):
@@ -292,7 +293,8 @@ class World:
     def _check_write(
         self, post: Post, incarnation: int, writer: Local, owner: Local, held: dict[int, int] | None
     ) -> None:
-        """`held`: pages of prefill's leader, who gives the numbers to all its ranks; None when it has ended."""
+        """`held`: pages of prefill's leader, who gives the numbers to all its ranks; None when it gives none to others any
+        more."""
         at = (post, incarnation, owner.id, post in writer.late, None if held is None else tuple(sorted(held.items())))
         found = self._safe.get(at, _UNKNOWN)
         if found is _UNKNOWN:
