@@ -135,7 +135,7 @@ def _source_freed_while_read() -> Any:
     def act_and_free(self: Prefill, room: Any, commands: list[Any]) -> None:
         act(self, room, commands)
         if any(isinstance(command, sender.Cancel) for command in commands) and not room.machine.stepping:
-            self._free_pages(room)
+            self.free_pages(room)
 
     return _all(_unchecked(), _patched(Prefill, act=act_and_free))
 

@@ -13,7 +13,9 @@ from kvferry.transfer.contract import (
     Descriptor,
     Peer,
     Proofs,
+    Region,
     RegionKind,
+    Revoked,
     Spans,
     WriteHandle,
     WriteOutcome,
@@ -60,9 +62,17 @@ class NotingEndpoint:
         self.late: list[Post] = []
         self.expecting = 0
 
-    def descriptor(self) -> Descriptor:
-        agent = f"explored-{self._incarnation:x}-0"
-        return Descriptor(self.backend, agent, self._incarnation, 0, b"", self._engine.regions())
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        return self._engine.regions()
+
+    async def accept(self, writer: int) -> Descriptor:
+        agent = f"explored-{self._incarnation:x}-{writer:x}"
+        return Descriptor(self.backend, agent, self._incarnation, writer, b"", self.regions)
+
+    async def revoke(self, writer: int) -> Revoked | None:
+        """Writers reach memory by themselves here, so it proves nothing."""
+        return None
 
     async def connect(self, descriptor: Descriptor) -> Peer:
         return NotedPeer(descriptor)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +85,10 @@ class Sessions:
         """Fronts compare it; there is none here that does."""
         return int(self.is_up(incarnation))
 
+    def kill(self, incarnation: int) -> bool:
+        """What the cluster would do is an event of the explorer's: budgets are times, and no time passes here."""
+        raise AssertionError(f"nobody is killed from inside an exploration: {incarnation:x}")
+
     def drop(self, incarnation: int) -> None:
         self._around.note(Drop(incarnation))
 
@@ -138,7 +142,7 @@ class LabelEngine:
         drawn = tuple(None if s.sampling is None else Drawn(TOKEN, 1.0) for s in plan.sequences)
         return StepResult(plan.step, drawn, 0.0)
 
-    def combine(self, plan: StepPlan, result: StepResult, parts: list[bytes]) -> StepResult:
+    def combine(self, plan: StepPlan, result: StepResult, parts: Iterable[bytes]) -> StepResult:
         """The others have nothing to add."""
         return result
 

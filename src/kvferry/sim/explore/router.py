@@ -51,6 +51,7 @@ class RouterNode(Node):
         self.actor = ExploredRouter(
             self.sessions, self.clock, 1000, None, resolve, RouterSettings(), limits, "explored"
         )
+        self.actor.membership._address = REGISTRY
         self.resolved: dict[int, int] = {}
         self.version = 0
 

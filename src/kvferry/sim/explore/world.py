@@ -293,8 +293,7 @@ class World:
     def _check_write(
         self, post: Post, incarnation: int, writer: Local, owner: Local, held: dict[int, int] | None
     ) -> None:
-        """`held`: pages of prefill's leader, who gives the numbers to all its ranks; None when it gives none to others any
-        more."""
+        """`held`: pages of prefill's leader, who gives the numbers to all its ranks; None once it gives out none."""
         at = (post, incarnation, owner.id, post in writer.late, None if held is None else tuple(sorted(held.items())))
         found = self._safe.get(at, _UNKNOWN)
         if found is _UNKNOWN:
