@@ -130,7 +130,9 @@ def _add_sim(commands: Any) -> None:
         required=True
     )
     explore = sim.add_parser("explore", help="every order of events of a few actors, within bounds")
-    explore.add_argument("--model", choices=("session", "handoff", "routers"), help="one of them (default: all)")
+    explore.add_argument(
+        "--model", choices=("session", "handoff", "ranks", "routers"), help="one of them (default: all)"
+    )
     explore.add_argument("--small", action="store_true", help="smaller bounds, as the tests use them")
     explore.add_argument("--json", action="store_true", help="print one object at the end")
     explore.set_defaults(run=run_explore)

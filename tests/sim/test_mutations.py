@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from kvferry.sim.explore.bounds import Bounds
 from kvferry.sim.explore.diagram import diagram
 from kvferry.sim.explore.search import Search
 from kvferry.sim.explore.world import World
-from kvferry.sim.mutations import MUTATIONS, Mutation
+from kvferry.sim.mutations import MUTATIONS, WIDE, Mutation
 
 #: The faults that a checker must find; the document on exploration says where the others are met.
 WANTED = {1, 2, 3, 4, 5, 6, 9, 11, 14, 18, 19, 20, 21}
@@ -28,9 +29,12 @@ def test_a_checker_fires(mutation: Mutation) -> None:
     assert drawn.startswith("sequenceDiagram") and mutation.checker in drawn.splitlines()[-1]
 
 
-@pytest.mark.parametrize("bounds", {mutation.bounds for mutation in MUTATIONS if mutation.bounds.faults < 2}, ids=repr)
-def test_without_a_mutation_nothing_fires(bounds: object) -> None:
-    """Within the same bounds, so that each of the checkers above speaks of its mutation."""
-    found = Search(World(bounds)).run()  # type: ignore[arg-type]
+SMALL = {mutation.bounds for mutation in MUTATIONS} - {WIDE}
+
+
+@pytest.mark.parametrize("bounds", sorted(SMALL, key=repr), ids=repr)
+def test_without_a_mutation_nothing_fires(bounds: Bounds) -> None:
+    """Within the same bounds, so that each of the checkers above speaks of its mutation. (The widest is left out.)"""
+    found = Search(World(bounds)).run()
     assert found.violation is None
     assert found.frontier == 0

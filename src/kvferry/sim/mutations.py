@@ -11,8 +11,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
-
 from kvferry.actors.decode.decode import Decode
 from kvferry.actors.leader import Leader
 from kvferry.actors.leaving import Leaving
@@ -33,6 +31,7 @@ ONE = Bounds(requests=1, prompt=True, faults=1)
 TWO = Bounds(requests=2, prompt=True, faults=0)
 #: Both rooms are received at once.
 WIDE = replace(TWO, faults=1, kinds=("clock",), source_pages=2, pages=6, rows=2)
+RANKS = Bounds(requests=1, prompt=True, faults=0, ranks=2)
 LATE = replace(ONE, faults=2, kinds=("break", "clock"))
 DRAIN = replace(ONE, faults=0, kinds=("drain",))
 
@@ -104,16 +103,15 @@ def _ack_target_dropped() -> Any:
 
 
 def _one_ack_slot() -> Any:
-    """Prefill has one place for whom to ack: the room that was opened last."""
+    """An aborted room has one place for acks: the second rank's overwrites the first one's."""
 
-    def tell_both(self: Prefill, room: Any, message: Any) -> None:
-        if isinstance(message, Drained):
-            last = next(reversed(self.rooms.values()))
-            message = msgspec.structs.replace(message, room=last.room)
-        self.network.send(room.peer.incarnation, message)
-        self.tell_room(room, message)
+    def rank_drained(self: ReceiverMachine, rank: int, complete: bool, cause: Any = None) -> Any:
+        if not complete:
+            self.acks.clear()
+        return drained(self, rank, complete, cause)
 
-    return _patched(Leader, tell_both=tell_both)
+    drained = ReceiverMachine.rank_drained
+    return _patched(ReceiverMachine, rank_drained=rank_drained)
 
 
 def _no_answer_for_a_cleared_room() -> Any:
@@ -213,7 +211,7 @@ def _waits_without_a_limit() -> Any:
 MUTATIONS = (
     Mutation(1, "a late write lands in the next room's pages", "write-in-leased-page", ONE, _late_write),
     Mutation(2, "whom to ack is forgotten before the drain", "all-end", ONE, _ack_target_dropped),
-    Mutation(3, "one place for acks, which the next overwrites", "write-in-leased-page", TWO, _one_ack_slot),
+    Mutation(3, "one place for acks, which the next overwrites", "all-end", RANKS, _one_ack_slot),
     Mutation(4, "an abort of a cleared room is never acked", "all-end", ONE, _no_answer_for_a_cleared_room),
     Mutation(5, "others' failures free at once", "write-in-leased-page", ONE, _others_failures_release),
     Mutation(6, "source pages are free while they are read", "read-from-held-page", ONE, _source_freed_while_read),

@@ -35,26 +35,32 @@ class Model:
         return text
 
 
-ONE_ROOM = Bounds(requests=1)
+ONE_ROOM = Bounds(requests=1, faults=1)
 TWO_ROOMS = Bounds(requests=2, prompt=True)
 TWO_CHUNKS = Bounds(requests=1, prompt=True, prompt_tokens=2, pages=4, source_pages=2)
+COMPUTES_FIRST = Bounds(requests=1, prompt=True, policy="prefill_complete")
+TWO_RANKS = Bounds(requests=1, prompt=True, faults=1, ranks=2, crashing=("prefill", "prefill.1", "decode"))
 TWO_ROUTERS = Bounds(routers=2, requests=1, attempts=2, source_pages=2, crashing=("router",), prompt=True)
+
+
+def _world(name: str, title: str, full: Bounds, **small: Any) -> Model:
+    return Model(name, title, replace(full, **small), full, World)
+
 
 MODELS: dict[str, tuple[Model, ...]] = {
     "session": (
         Model("session", "two link layers over a bad carrier", SessionBounds(faults=0), SessionBounds(), SessionWorld),
     ),
     "handoff": (
-        Model(
-            "handoff-1", "one room, every message waits its turn",
-            replace(ONE_ROOM, faults=1, kinds=("path", "clock")), replace(ONE_ROOM, faults=1), World,
-        ),
-        Model("handoff-2", "two rooms, the second needs the first one's pages",
-              replace(TWO_ROOMS, faults=0), TWO_ROOMS, World),
-        Model("handoff-3", "one room in two chunks", replace(TWO_CHUNKS, faults=1), TWO_CHUNKS, World),
+        _world("handoff", "two rooms, and the second needs the pages of the first", TWO_ROOMS, faults=0),
+        _world("handoff, slow router", "one room, every message waits its turn", ONE_ROOM, faults=0),
+        _world("handoff, two chunks", "one room, written in two parts", TWO_CHUNKS, faults=1),
+        _world("handoff, computed first", "one room under prefill_complete", COMPUTES_FIRST, faults=1),
+    ),
+    "ranks": (
+        _world("ranks", "two source ranks and one target; the leader may die, and the other rank", TWO_RANKS, faults=0),
     ),
     "routers": (
-        Model("routers", "two routers, one dies; the front goes on at the other",
-              replace(TWO_ROUTERS, faults=1), TWO_ROUTERS, World),
+        _world("routers", "two routers, one dies, and the front goes on at the other", TWO_ROUTERS, faults=1),
     ),
 }  # fmt: skip

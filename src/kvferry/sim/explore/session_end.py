@@ -32,14 +32,14 @@ class Turns:
 
 
 class _Counted:
-    """Session ids: the process's number and a count."""
+    """Session ids: who dials whom, and how many dials there were before. No two histories use one for two sessions."""
 
-    def __init__(self, base: int) -> None:
-        self._next = base
+    def __init__(self, own: int) -> None:
+        self.own, self.peer, self._count = own, 0, 0
 
     def bits(self, count: int) -> int:
-        self._next += 1
-        return self._next
+        self._count += 1
+        return (self.own * 256 + self.peer) * _NUMBERS + self._count
 
 
 class End:
@@ -47,18 +47,18 @@ class End:
 
     def __init__(self, address: Address) -> None:
         self.address, self.endpoint = address, address.endpoint
+        self.ids = _Counted(address.incarnation)
         self.sent: list[tuple[bytes, bytes]] = []  # (path, frame)
         self.links = LinkLayer(
-            self, address.name, address.incarnation, SETTINGS, StandingClock(), _Counted(address.incarnation * 16),
+            self, address.name, address.incarnation, SETTINGS, StandingClock(), self.ids,
             None, "", 0,
         )  # fmt: skip
         self.links._queue.handler = self
-        #: By peer: sessions that have ended here, messages said in the present one, and of those heard in it: whose
-        #: (the sender's count of ended sessions), and how many.
-        self.ended: dict[int, int] = {}
+        #: By peer: messages said in the present session; of those heard in it, the id that their sender gave the
+        #: session when it said them, and how many; all ids that earlier sessions have had.
         self.told: dict[int, int] = {}
         self.heard: dict[int, tuple[int, int]] = {}
-        self.heard_before: dict[int, int] = {}
+        self.heard_before: set[int] = set()
         self.up: set[int] = set()
 
     # --- the carrier ---
@@ -89,37 +89,41 @@ class End:
         """Also for a session that never opened."""
         who = peer.incarnation
         self.up.discard(who)
-        self.ended[who] = self.ended.get(who, 0) + 1
         self.told.pop(who, None)
         if who in self.heard:
-            self.heard_before[who] = self.heard.pop(who)[0]
+            self.heard_before.add(self.heard.pop(who)[0])
 
     def on_exited(self, peer: Address) -> None:
         raise AssertionError("nobody watches processes here")
 
     def on_message(self, peer: Address, message: Message) -> bool:
         assert isinstance(message, UnknownRoom)
-        rest, number = divmod(message.room, _NUMBERS)
-        incarnation, session = divmod(rest, _NUMBERS)
-        who = peer.incarnation
+        session, number = divmod(message.room, _NUMBERS)
+        who, link = peer.incarnation, self.links._links.get(peer.incarnation)
         known, wanted = self.heard.get(who, (session, 0))
-        old = who not in self.up or incarnation != who or session <= self.heard_before.get(who, -1)
-        if old or session != known:
-            raise Violation("no-old-session", f"{self.address.name} hears message {number} of session {session}")
+        # Where both have dialled, one has adopted the other's session and kept what it had queued for its own.
+        own = link is not None and session in (link.session.session, self._first_dial(who))
+        if who not in self.up or not own or session != known or session in self.heard_before:
+            raise Violation("no-old-session", f"{self.address.name} hears message {number} of session {session:x}")
         if number != wanted:
             raise Violation("once-in-order", f"{self.address.name} hears message {number}, and {wanted} was next")
         self.heard[who] = session, number + 1
         return True
 
+    def _first_dial(self, peer: int) -> int:
+        """The id of the session that this peer opens to us, if it has dialled nobody before."""
+        return (peer * 256 + self.address.incarnation) * _NUMBERS + 1
+
     # --- events ---
 
     def dial(self, peer: Address) -> None:
+        self.ids.peer = peer.incarnation
         self.links.dial(peer)
 
     def say(self, peer: int) -> None:
-        number, session = self.told.get(peer, 0), self.ended.get(peer, 0)
+        number, session = self.told.get(peer, 0), self.links._links[peer].session.session
         self.told[peer] = number + 1
-        self.links.send(peer, UnknownRoom((self.address.incarnation * _NUMBERS + session) * _NUMBERS + number))
+        self.links.send(peer, UnknownRoom(session * _NUMBERS + number))
 
     def drop(self, peer: int) -> None:
         self.links.drop(peer)
@@ -163,8 +167,8 @@ class End:
                  s._received, s._ack_waiting, armed, link.path, link.dialled)
             )  # fmt: skip
         heard = tuple(links._dials_heard.items())
-        user = self.ended, self.told, self.heard, self.heard_before
-        return tuple(rows), links._dials, heard, tuple(tuple(sorted(d.items())) for d in user), frozenset(self.up)
+        user = tuple(sorted(self.told.items())), tuple(sorted(self.heard.items())), frozenset(self.heard_before)
+        return tuple(rows), links._dials, heard, user, frozenset(self.up)
 
 
 _DEADLINES = {
