@@ -5,12 +5,11 @@ Here: what can happen in a state, and what must hold in it. Not here: what an ev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvferry.protocol.address import Address
-from kvferry.protocol.metadata import decode_notification
 from kvferry.protocol.rank import RankInfo
 from kvferry.protocol.request import RequestSpec, Sampling
 from kvferry.sim.explore import happen
@@ -30,7 +29,6 @@ from kvferry.sim.explore.bounds import (
     UNFAIR,
     WAITING,
     Bounds,
-    Links,
     Side,
     State,
     room_of,
@@ -39,6 +37,7 @@ from kvferry.sim.explore.change import Change
 from kvferry.sim.explore.effects import Post, Say
 from kvferry.sim.explore.leaders import DecodeNode, FollowerNode, PrefillNode, Size
 from kvferry.sim.explore.local import Event, Local, Locals
+from kvferry.sim.explore.naming import Naming
 from kvferry.sim.explore.node import Node
 from kvferry.sim.explore.router import RouterNode
 from kvferry.sim.explore.violation import Violation
@@ -67,8 +66,7 @@ class World:
                 names |= {a: b, b: a}
             names |= {REQUEST: REQUEST + 1, REQUEST + 1: REQUEST}
         self.locals = Locals(names)
-        self._parts: dict[tuple[Any, bool], int] = {}
-        self._part_numbers: dict[Any, int] = {}
+        self._naming = Naming(self.locals)
         self._safe: dict[tuple[Any, ...], Violation | None] = {}
         self.slot_of: dict[int, int] = {}
         self._addresses: dict[tuple[int, int], Address] = {}
@@ -335,46 +333,9 @@ class World:
         needs one to end."""
         return event[0] not in UNFAIR
 
-    # --- symmetry ---
-
     def key(self, state: State) -> Any:
         """The same for states that differ by the names of the two rooms alone."""
-        same = state.status, state.lives, state.exits, state.faults
-        plain = self._named(state, False)
-        return min(plain, self._named(state, True)) if self.locals.names else plain, same
-
-    def _named(self, state: State, swapped: bool) -> tuple[int, ...]:
-        of_state = self.locals.key_of_state
-        ids = [-1 if at < 0 else of_state(at, swapped) for at in state.locals]
-        rest = state.notes, state.clients, state.stops
-        return *ids, self._part(state.links, swapped, self._links), self._part(rest, swapped, self._rest)
-
-    def _part(self, part: Any, swapped: bool, make: Callable[[Any, bool], Any]) -> int:
-        """A number for a part of a state, by either naming."""
-        known = self._parts.get((part, swapped))
-        if known is None:
-            made = make(part, swapped)
-            known = self._parts[(part, swapped)] = self._part_numbers.setdefault(made, len(self._part_numbers))
-        return known
-
-    def _links(self, links: Links, swapped: bool) -> Any:
-        def named(queue: tuple[int, ...]) -> tuple[int, ...]:
-            return tuple(m if m < 0 else self.locals.key_of_message(m, swapped) for m in queue)
-
-        return tuple((pair, status, named(queue), named(new)) for pair, (status, queue, new) in links)
-
-    def _rest(self, rest: Any, swapped: bool) -> Any:
-        names = self.locals.names if swapped else {}
-        notes, clients, stops = rest
-        named = tuple((source, target, self._note(payload, names)) for source, target, payload in notes)
-        told = tuple(sorted((leader, names.get(room, room)) for leader, room in stops))
-        return named, clients[::-1] if swapped else clients, told
-
-    @staticmethod
-    def _note(payload: bytes, names: dict[int, int]) -> tuple[int, int, int]:
-        news = decode_notification(payload)
-        assert news is not None
-        return names.get(news.room, news.room), news.rank, news.incarnation
+        return self._naming.key(state)
 
 
 def join(follower: FollowerNode, leader: Node) -> None:
