@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -93,11 +93,28 @@ class Room:
 
     async def run(self) -> None:
         """From the first message to the last answer."""
+        self.begin()
+        while not self.ended:
+            self.turn(await self._mailbox.take())
+
+    def begin(self) -> None:
+        """Open the first leg."""
         self.journal.poll(self.clock.now_s(), self.machine.kvpoll)
         self._handle(RoomEvent.START)
-        while not self._ended:
-            for item in await self._mailbox.take():
-                self._receive(item)
+
+    def turn(self, items: Iterable[RoomItem]) -> None:
+        """Take items in, in order."""
+        for item in items:
+            self._receive(item)
+
+    def waiting_items(self) -> list[RoomItem]:
+        """What lies in the mailbox, for a host that gives the room its turns itself instead of running it."""
+        return self._mailbox.drain()
+
+    @property
+    def ended(self) -> bool:
+        """The last answer is in."""
+        return self._ended
 
     def crashed(self, cause: Cause) -> None:
         """Called by the supervisor when `run` raised: the client is answered, and both legs are told to stop."""

@@ -322,6 +322,10 @@ class Router(Actor):
         self.fleet.dispatched(ask, *guest.pair)
         if prefill.dp_size > 1 and self.settings.dp_choice != "follow_bootstrap_room":
             self.membership.tell(RegisterDpRank(room_id, prefill.dp_rank, prefill.instance))
+        self._run_room(room_id, room)
+
+    def _run_room(self, room_id: int, room: Room) -> None:
+        """Give the room a task of its own; `RoomOver` follows."""
         task = asyncio.get_running_loop().create_task(room.run())
         self._tasks.add(task)
 

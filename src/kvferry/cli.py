@@ -1,4 +1,4 @@
-"""The `kvferry` command: serve, ask, scale, status, room, secret, config check.
+"""The `kvferry` command: serve, ask, scale, status, room, secret, sim explore, config check.
 
 A server that asks for an API key gets the one in the environment variable KVFERRY_API_KEY.
 Expected failures (a server that is not there, a bad configuration) are one line on stderr and exit code 1.
@@ -55,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_ask(commands)
     _add_scale(commands)
+    _add_sim(commands)
     status = commands.add_parser("status", help="instances, queues, pages")
     status.set_defaults(run=run_status)
     room = commands.add_parser("room", help="the journal of a room, as a timeline")
@@ -122,6 +123,19 @@ def _add_scale(commands: Any) -> None:
     scale.add_argument("--url", default=DEFAULT_URL, help="the server (%(default)s)")
     scale.add_argument("--json", action="store_true", help="print the object itself, at the end")
     scale.set_defaults(run=run_scale)
+
+
+def _add_sim(commands: Any) -> None:
+    sim = commands.add_parser("sim", help="the production actors without a cluster, checked").add_subparsers(
+        required=True
+    )
+    explore = sim.add_parser("explore", help="every order of events of a few actors, within bounds")
+    explore.add_argument(
+        "--model", choices=("session", "handoff", "ranks", "routers"), help="one of them (default: all)"
+    )
+    explore.add_argument("--small", action="store_true", help="smaller bounds, as the tests use them")
+    explore.add_argument("--json", action="store_true", help="print one object at the end")
+    explore.set_defaults(run=run_explore)
 
 
 # --- Commands --------------------------------------------------------------------------------------------------
@@ -212,6 +226,13 @@ def run_secret(args: argparse.Namespace) -> int:
     else:
         print(secret_path(place) if place or VARIABLE not in os.environ else f"${VARIABLE}")
     return 0
+
+
+def run_explore(args: argparse.Namespace) -> int:
+    """Exit code 0 when every model is covered and nothing was violated."""
+    from kvferry.sim.explore.command import run
+
+    return run(args.model, small=args.small, as_json=args.json)
 
 
 def run_config_check(args: argparse.Namespace) -> int:

@@ -1,0 +1,126 @@
+"""The data plane of an explored process: what it is asked is noted, and writes end when the explorer says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.protocol.metadata import ROW_BYTES, Metadata
+from kvferry.sim.explore.effects import Handle, Notify, Post, Surroundings
+from kvferry.sim.explore.fakes import PAGE_BYTES, LabelEngine
+from kvferry.transfer.contract import (
+    Descriptor,
+    Peer,
+    Proofs,
+    Region,
+    RegionKind,
+    Revoked,
+    Spans,
+    WriteHandle,
+    WriteOutcome,
+    WriteResult,
+)
+
+
+class NotedPeer:
+    def __init__(self, descriptor: Descriptor) -> None:
+        self._descriptor = descriptor
+
+    @property
+    def descriptor(self) -> Descriptor:
+        return self._descriptor
+
+
+@dataclass(eq=False)
+class NotedWrite:
+    """A write that ends when the explorer says so."""
+
+    post: Post
+    on_end: Callable[[WriteResult], None]
+    cancelled: bool = False
+    result: WriteResult | None = None
+
+    def end(self, outcome: WriteOutcome) -> None:
+        self.result = WriteResult(outcome, 0, 0.0, "" if outcome is not WriteOutcome.BROKEN else "the path broke")
+        self.on_end(self.result)
+
+
+class NotingEndpoint:
+    """`kvferry.transfer.contract.Endpoint`: what it is asked is noted.
+
+    `lanes` are the writes that have not ended, by target; of each lane the first is posted, the others wait for it.
+    `late` are writes that have ended broken: nobody can say what landed, so they may land until the process ends.
+    """
+
+    backend = "explored"
+
+    def __init__(self, around: Surroundings, engine: LabelEngine, incarnation: int, proofs: Proofs) -> None:
+        self._around, self._engine, self._incarnation, self.proofs = around, engine, incarnation, proofs
+        self._numbers: dict[int, int] = {}
+        self.lanes: dict[int, list[NotedWrite]] = {}
+        self.late: list[Post] = []
+        self.expecting = 0
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        return self._engine.regions()
+
+    async def accept(self, writer: int) -> Descriptor:
+        agent = f"explored-{self._incarnation:x}-{writer:x}"
+        return Descriptor(self.backend, agent, self._incarnation, writer, b"", self.regions)
+
+    async def revoke(self, writer: int) -> Revoked | None:
+        """Writers reach memory by themselves here, so it proves nothing."""
+        return None
+
+    async def connect(self, descriptor: Descriptor) -> Peer:
+        return NotedPeer(descriptor)
+
+    def write(self, peer: Peer, spans: Spans, on_end: Callable[[WriteResult], None]) -> WriteHandle:
+        pages: list[tuple[int, int, int, Any]] = []
+        rows: list[tuple[int, bytes]] = []
+        regions = self._engine.regions()
+        for source, _, at, to, length in spans.tolist():
+            if regions[source].kind is RegionKind.ROWS:
+                rows.append((to // ROW_BYTES, bytes(self._engine.rows[at // ROW_BYTES])))
+                continue
+            layer = regions[source].layer
+            for item in range(length // PAGE_BYTES):
+                page = at // PAGE_BYTES + item
+                pages.append((layer, page, to // PAGE_BYTES + item, self._engine.labels.get((layer, page))))
+        room = pages[0][3].room if pages else Metadata.unpack(memoryview(rows[0][1])).room
+        number = self._numbers[room] = self._numbers.get(room, 0) + 1
+        target = peer.descriptor.incarnation
+        write = NotedWrite(Post((room, number), target, room, tuple(pages), tuple(rows)), on_end)
+        self.lanes.setdefault(target, []).append(write)
+        return write
+
+    def ended(self, handle: Handle, outcome: WriteOutcome) -> None:
+        """The explorer ends a write."""
+        for target, lane in self.lanes.items():
+            for write in lane:
+                if write.post.handle == handle:
+                    lane.remove(write)
+                    if not lane:
+                        del self.lanes[target]
+                    if outcome is WriteOutcome.BROKEN:
+                        self.late.append(write.post)
+                    return write.end(outcome)
+        raise AssertionError(f"there is no write {handle}")
+
+    def notify(self, peer: Peer, payload: bytes) -> None:
+        self._around.note(Notify(peer.descriptor.incarnation, payload))
+
+    def cancel(self, handle: WriteHandle) -> None:
+        assert isinstance(handle, NotedWrite)
+        handle.cancelled = True
+
+    def expect(self, change: int) -> None:
+        self.expecting += change
+
+    async def disconnect(self, peer: Peer) -> None:
+        """Unfinished writes end broken: by the explorer, since their target has ended."""
+
+    async def close(self) -> None:
+        """Nothing to end."""
