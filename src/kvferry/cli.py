@@ -1,4 +1,4 @@
-"""The `kvferry` command: serve, ask, scale, status, room, secret, config check.
+"""The `kvferry` command: serve, ask, scale, status, room, secret, sim, config check.
 
 A server that asks for an API key gets the one in the environment variable KVFERRY_API_KEY.
 Expected failures (a server that is not there, a bad configuration) are one line on stderr and exit code 1.
@@ -55,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_ask(commands)
     _add_scale(commands)
+    _add_sim(commands)
     status = commands.add_parser("status", help="instances, queues, pages")
     status.set_defaults(run=run_status)
     room = commands.add_parser("room", help="the journal of a room, as a timeline")
@@ -122,6 +123,18 @@ def _add_scale(commands: Any) -> None:
     scale.add_argument("--url", default=DEFAULT_URL, help="the server (%(default)s)")
     scale.add_argument("--json", action="store_true", help="print the object itself, at the end")
     scale.set_defaults(run=run_scale)
+
+
+def _add_sim(commands: Any) -> None:
+    sim = commands.add_parser("sim", help="run the production actors on virtual time, with faults, and check them")
+    sim.add_argument("--seeds", type=int, default=1000, metavar="N", help="how many (%(default)s)")
+    sim.add_argument("--first", type=int, default=0, metavar="K", help="the first of them (%(default)s)")
+    sim.add_argument("--seed", type=int, metavar="N", help="this one alone")
+    sim.add_argument("--trace", action="store_true", help="with --seed: print all that happens")
+    sim.add_argument("--workers", type=int, metavar="N", help="processes (default: one a core)")
+    sim.add_argument("--require-coverage", action="store_true", help="fail when a row of a table was never hit")
+    sim.add_argument("--json", action="store_true", help="print one object at the end")
+    sim.set_defaults(run=run_sim)
 
 
 # --- Commands --------------------------------------------------------------------------------------------------
@@ -212,6 +225,13 @@ def run_secret(args: argparse.Namespace) -> int:
     else:
         print(secret_path(place) if place or VARIABLE not in os.environ else f"${VARIABLE}")
     return 0
+
+
+def run_sim(args: argparse.Namespace) -> int:
+    """Exit code 0 when no checker has found anything."""
+    from kvferry.sim.command import run
+
+    return run(args)
 
 
 def run_config_check(args: argparse.Namespace) -> int:
