@@ -46,8 +46,9 @@ ask: install  ## One question to a running server: make ask Q="..."
 
 test: lint types unit  ## Lint, strict types, tests
 
-test-full: test  ## The tests, and what takes long: the exploration within its full bounds
+test-full: test  ## The tests, and what takes long: the exploration within its full bounds, thousands of seeds
 	$(BIN)/kvferry sim explore
+	$(BIN)/kvferry sim --first 1000 --seeds 5000
 
 lint: install-dev
 	$(BIN)/ruff check .

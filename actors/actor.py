@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from kvferry.actors.mailbox import Mailbox
-from kvferry.actors.ports import Clock, LostReason, Network
+from kvferry.actors.ports import Clock, LostReason, Network, Timer
 from kvferry.protocol.address import Address
 from kvferry.protocol.messages import Message
 
@@ -56,7 +56,8 @@ class Actor:
     state needs no lock and a turn sees no change from outside.
     """
 
-    tick_s = 0.1
+    #: Between ticks, and between those of an actor that is not `busy`: it sleeps longer.
+    tick_s, idle_tick_s = 0.1, 0.5
 
     def __init__(self, network: Network, clock: Clock, mailbox: int) -> None:
         self.network = network
@@ -64,6 +65,8 @@ class Actor:
         self.counts: Counter[str] = Counter()
         self._mailbox: Mailbox[Any] = Mailbox(mailbox)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._ticking: Timer | None = None
+        self._is_slow = False  # the next tick is that of an idle actor
         self._on_message: dict[type[Message], Callable[[Address, Any], None]] = {}
 
     # --- LinkHandler: called by the network, on this loop ---
@@ -85,13 +88,17 @@ class Actor:
     async def run(self) -> None:
         """The actor's life. Ends only by cancellation, or by an error that its host must treat as a crash."""
         await self.network.start(self)
-        self.spawn(self._tick())
+        self._set_tick()
         try:
             while True:
                 for item in await self._mailbox.take():
                     self.receive(item)
                 self.advance()
+                if self._is_slow and self.busy():
+                    self._set_tick()
         finally:
+            if self._ticking is not None:
+                self._ticking.cancel()
             for task in self._tasks:
                 task.cancel()
             await self.close()
@@ -136,7 +143,11 @@ class Actor:
         """The kernel says that the process has ended."""
 
     def tick(self, now_s: float) -> None:
-        """Every `tick_s`."""
+        """Every `tick_s`; while the actor is not busy, every `idle_tick_s`."""
+
+    def busy(self) -> bool:
+        """Something here waits for a time. Asked after each turn, so make it quick."""
+        return True
 
     def spawn(self, work: Awaitable[None]) -> None:
         """Run something beside the actor's task; it reports back through the mailbox. If it fails, the actor does."""
@@ -151,7 +162,13 @@ class Actor:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _tick(self) -> None:
-        while True:
-            await self.clock.sleep(self.tick_s)
-            self._mailbox.put(Tick())
+    def _set_tick(self) -> None:
+        if self._ticking is not None:
+            self._ticking.cancel()
+        self._is_slow = not self.busy()
+        self._ticking = self.clock.call_later(self.idle_tick_s if self._is_slow else self.tick_s, self._tick)
+
+    def _tick(self) -> None:
+        self._ticking = None
+        self._mailbox.put(Tick())
+        self._set_tick()

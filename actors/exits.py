@@ -30,11 +30,15 @@ class _Watched:
 class Exits:
     """The watched processes of this host; `on_exited` is called once for each that has provably ended.
 
-    `unwatchable` counts peers of this host that the kernel would not let us watch: for them no proof comes.
+    `look_soon` is called when `look_again` may have something to find in a little while. `unwatchable` counts peers of
+    this host that the kernel would not let us watch: for them no proof comes.
     """
 
-    def __init__(self, watch: PidWatch | None, host: str, on_exited: Callable[[Address], None]) -> None:
-        self._watch, self._host, self._on_exited = watch, host, on_exited
+    def __init__(
+        self, watch: PidWatch | None, host: str, on_exited: Callable[[Address], None],
+        look_soon: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self._watch, self._host, self._on_exited, self._look_soon = watch, host, on_exited, look_soon
         self._watched: dict[int, _Watched] = {}
         self._ended: dict[int, None] = {}  # in the order of their ends
         self.unwatchable = 0
@@ -57,11 +61,6 @@ class Exits:
             self.unwatchable += 1
             return False
         return True
-
-    @property
-    def unsettled(self) -> bool:
-        """`look_again` may have something to find."""
-        return any(watched.fired for watched in self._watched.values())
 
     def observe(self, peer: Address) -> bool:
         """Watch the process that has introduced itself as `peer`. True when a question must be put to it."""
@@ -113,6 +112,7 @@ class Exits:
             self._end(watched)
         else:
             watched.fired = True
+            self._look_soon()
 
     def _end(self, watched: _Watched) -> None:
         if self._watched.pop(watched.address.incarnation, None) is not None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from kvferry.engine.contract import Engine, StepPlan, StepResult
 
+#: Ticks are ten times closer than that.
+GAP_S = 1.0
+
 
 class EngineStalled(RuntimeError):
     """A forward has outlived the no-progress limit."""
@@ -15,7 +18,7 @@ class Forward:
     def __init__(self, engine: Engine, limit_s: float) -> None:
         self._engine = engine
         self._limit_s = limit_s
-        self._since_s = 0.0
+        self._looked_s = self._ran_s = 0.0
         self.done = 0
         self.running = False
 
@@ -28,7 +31,7 @@ class Forward:
         return await self._engine.step(plan)
 
     def started(self, now_s: float) -> None:
-        self.running, self._since_s = True, now_s
+        self.running, self._looked_s, self._ran_s = True, now_s, 0.0
 
     def finished(self, step: int) -> None:
         self.running, self.done = False, step
@@ -36,8 +39,14 @@ class Forward:
     def check(self, now_s: float) -> None:
         """A forward that does not end can't be cancelled, and its pages can't be proved quiet: the process must go.
 
-        Raises EngineStalled.
+        Called at each tick. A process that was stopped has not ticked, and its forward has not run: of a longer gap
+        between two calls only `GAP_S` counts. Raises EngineStalled.
         """
-        elapsed_s = now_s - self._since_s
-        if self.running and elapsed_s >= self._limit_s:
-            raise EngineStalled(f"forward {self.next} has run for {elapsed_s:.1f} s; the limit is {self._limit_s:g} s")
+        if not self.running:
+            return
+        self._ran_s += min(now_s - self._looked_s, GAP_S)
+        self._looked_s = now_s
+        if self._ran_s >= self._limit_s:
+            raise EngineStalled(
+                f"forward {self.next} has run for {self._ran_s:.1f} s; the limit is {self._limit_s:g} s"
+            )

@@ -268,6 +268,9 @@ class Leader(Rank, Generic[R]):
 
     # --- clocks ---
 
+    def busy(self) -> bool:
+        return bool(self.rooms) or bool(self.leaving) or self.reports.is_late or not self.membership.accepted
+
     def tick(self, now_s: float) -> None:
         super().tick(now_s)
         self.forward.check(now_s)

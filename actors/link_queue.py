@@ -6,6 +6,7 @@ The handler is never called from inside a call that it made: everything is queue
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ class Link:
     dialled_at_s: float = 0.0
     redial_at_s: float | None = None
     refused_at_s: float | None = None  # when a refusal becomes the end, unless the kernel says more before
+    due_s: float = math.inf  # its next deadline, or an earlier time to look again
     dropped: bool = False  # from this side: what still lies in the queue is not wanted
 
     @property

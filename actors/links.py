@@ -1,7 +1,8 @@
 """The links of one process: `kvferry.actors.ports.Network` over a carrier.
 
 It owns the sessions, by incarnation, and decides what a session can't: which session a frame belongs to, when a
-broken path is dialled again, and what the kernel knows of a peer. One task runs the timers of all sessions.
+broken path is dialled again, and what the kernel knows of a peer. One timer, set for the next deadline, serves all
+sessions: an idle process sleeps from heartbeat to heartbeat.
 
 A path that breaks does not end a session: the path is dialled again, and *refused* does, unless the peer lives on
 this host. Then the pidfd has a heartbeat's time to say that it has exited.
@@ -11,13 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter
 
 from kvferry.actors.carrier import Carrier, Path, PidWatch
 from kvferry.actors.complaints import Complaints
 from kvferry.actors.exits import Exits
 from kvferry.actors.link_queue import Exited, Link, LinkQueue
-from kvferry.actors.ports import Clock, LinkHandler, Random
+from kvferry.actors.ports import Clock, LinkHandler, Random, Timer
 from kvferry.actors.settings import LinkSettings
 from kvferry.protocol.address import Address
 from kvferry.protocol.errors import IllegalEvent
@@ -48,7 +50,7 @@ class LinkLayer:
         self._carrier, self._settings, self._clock, self._random = carrier, settings, clock, random
         self._limits = LinkLimits(settings.heartbeat_s, settings.silence_s, settings.resend_s, settings.window)
         self._address = Address(name, carrier.endpoint, incarnation, host, pid)
-        self._exits = Exits(pid_watch, host, self._peer_exited)
+        self._exits = Exits(pid_watch, host, self._peer_exited, self._look_soon)
         self._links: dict[int, Link] = {}
         self._by_session: dict[int, Link] = {}
         self._by_path: dict[Path, Link] = {}
@@ -56,8 +58,8 @@ class LinkLayer:
         self._dials_heard: dict[int, int] = {}
         self._queue = LinkQueue(self.counts, self._complain, self._mailbox_full)
         self._dirty: dict[int, Link] = {}
-        self._timer: asyncio.Task[None] | None = None
-        self._wake = asyncio.Event()
+        self._timer: Timer | None = None
+        self._timer_at_s = math.inf
         self._closed = False
 
     # --- Network --------------------------------------------------------------------------------------------
@@ -72,7 +74,6 @@ class LinkLayer:
             raise IllegalEvent(f"links of {self._address.name}: start is called once, before close")
         self._queue.handler = handler
         self._carrier.start(self)
-        self._timer = asyncio.get_running_loop().create_task(self._run_timers(), name=f"links of {self._address.name}")
 
     def dial(self, address: Address) -> None:
         self._check_started("dial")
@@ -121,8 +122,7 @@ class LinkLayer:
         if self._closed:
             return
         self._closed = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self._set_timer(math.inf)
         for link in list(self._links.values()):
             link.dropped = True
             self._end(link, Ending.CLOSED)
@@ -165,7 +165,7 @@ class LinkLayer:
             self._end(link, Ending.REFUSED)
         else:
             self._redial(link, now_s)
-        self._wake.set()
+        self._plan(link)
 
     # --- frames ---------------------------------------------------------------------------------------------
 
@@ -239,7 +239,6 @@ class LinkLayer:
     def _add(self, link: Link) -> None:
         self._links[link.peer.incarnation] = link
         self._by_session[link.session.session] = link
-        self._wake.set()
 
     def _connect(self, link: Link, now_s: float) -> None:
         link.dialled = self._carrier.connect(link.peer.endpoint)
@@ -310,6 +309,7 @@ class LinkLayer:
         dirty, self._dirty = self._dirty, {}
         for link in dirty.values():
             self._transmit(link)
+            self._plan(link)
 
     def _transmit(self, link: Link) -> None:
         if link.path is not None:
@@ -326,27 +326,46 @@ class LinkLayer:
 
     # --- timers ---------------------------------------------------------------------------------------------
 
-    async def _run_timers(self) -> None:
-        # A deadline that is set later is never nearer than an acknowledgement's wait, so sleeping at most that
-        # long finds every deadline in time, and nobody has to wake this task for it.
-        longest_s = self._settings.resend_s / 4
-        while True:
-            if not self._links and not self._exits.unsettled:
-                self._wake.clear()
-                await self._wake.wait()
-            now_s = self._clock.now_s()
-            self._tick(now_s)
-            due = [at for link in self._links.values() if (at := link.session.next_tick_s) is not None]
-            wait_s = min(due, default=now_s + longest_s) - now_s
-            await self._clock.sleep(max(TICK_FLOOR_S, min(longest_s, wait_s)))
+    def _plan(self, link: Link) -> None:
+        """Have the link's next deadline met. One that has moved away is found to have moved when its time comes."""
+        due_s = link.session.next_tick_s
+        if due_s is None:
+            due_s = math.inf
+        if link.redial_at_s is not None and link.redial_at_s < due_s:
+            due_s = link.redial_at_s
+        if link.refused_at_s is not None and link.refused_at_s < due_s:
+            due_s = link.refused_at_s
+        link.due_s = due_s
+        if due_s < self._timer_at_s and not self._closed:
+            self._set_timer(due_s)
 
-    def _tick(self, now_s: float) -> None:
+    def _look_soon(self) -> None:
+        self._set_timer(min(self._timer_at_s, self._clock.now_s() + self._settings.resend_s / 4))
+
+    def _set_timer(self, at_s: float) -> None:
+        """The next run; `inf`: none."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._timer_at_s = None, at_s
+        if at_s < math.inf and not self._closed:
+            self._timer = self._clock.call_later(max(TICK_FLOOR_S, at_s - self._clock.now_s()), self._run_timers)
+
+    def _run_timers(self) -> None:
+        self._timer, self._timer_at_s = None, math.inf
+        now_s = self._clock.now_s()
         self._exits.look_again()
-        for link in list(self._links.values()):
-            if link.refused_at_s is not None and now_s >= link.refused_at_s:
-                self._end(link, Ending.REFUSED)
-                continue
-            if link.redial_at_s is not None and now_s >= link.redial_at_s:
-                self._redial(link, now_s)
-            link.session.tick(now_s)
-            self._after(link)
+        for link in [link for link in self._links.values() if link.due_s <= now_s]:
+            link.due_s = math.inf  # until it is planned again, when what it has to say is sent
+            self._tick(link, now_s)
+        next_s = min((link.due_s for link in self._links.values()), default=math.inf)
+        if next_s < self._timer_at_s:
+            self._set_timer(next_s)
+
+    def _tick(self, link: Link, now_s: float) -> None:
+        if link.refused_at_s is not None and now_s >= link.refused_at_s:
+            self._end(link, Ending.REFUSED)
+            return
+        if link.redial_at_s is not None and now_s >= link.redial_at_s:
+            self._redial(link, now_s)
+        link.session.tick(now_s)
+        self._after(link)

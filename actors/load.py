@@ -50,6 +50,7 @@ class LoadReports:
         self._watchers: set[int] = set()
         self._last: Load | None = None
         self._last_s = 0.0
+        self.is_late = False  # a turn was too soon after the last report to tell what has changed
 
     def watch(self, peer: Address) -> None:
         self._watchers.add(peer.incarnation)
@@ -61,7 +62,8 @@ class LoadReports:
     def turn(self, now_s: float) -> None:
         """Called after each turn of the leader, when it has admitted what it could."""
         elapsed_s = now_s - self._last_s
-        if not self._watchers or (self._last is not None and elapsed_s < LOAD_GAP_S):
+        self.is_late = bool(self._watchers) and self._last is not None and elapsed_s < LOAD_GAP_S
+        if not self._watchers or self.is_late:
             return
         load = self._measure()
         if self._last is not None and elapsed_s < LOAD_EVERY_S and _counts(load) == _counts(self._last):

@@ -10,11 +10,21 @@ from kvferry.protocol.address import Address
 from kvferry.protocol.messages import Message
 
 
+class Timer(Protocol):
+    """A call that has been set. Cancelling it is fine at any time, also afterwards."""
+
+    def cancel(self) -> None: ...
+
+
 class Clock(Protocol):
-    """Local monotonic time. No time of another process is ever compared with it."""
+    """Local monotonic time. No time of another process is ever compared with it.
+
+    `call_later` calls `do` on the running loop in `delay_s`, in a turn of its own.
+    """
 
     def now_s(self) -> float: ...
     async def sleep(self, duration_s: float) -> None: ...
+    def call_later(self, delay_s: float, do: Callable[[], None]) -> Timer: ...
 
 
 class Random(Protocol):

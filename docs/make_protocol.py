@@ -17,9 +17,9 @@ from typing import Any, get_args
 
 from kvferry.protocol import handoff, link_table, receiver, room, sender
 from kvferry.protocol.kvpoll import STICKY, KVPoll, combined
-from kvferry.protocol.machine import as_markdown
+from kvferry.protocol.machine import Go, as_markdown
 from kvferry.protocol.receiver import ReceiverMachine, ReceiverState
-from kvferry.protocol.room import KVPOLL, RoomMachine
+from kvferry.protocol.room import KVPOLL, RoomMachine, RoomState
 from kvferry.protocol.sender import SenderMachine, SenderState
 
 PAGE = Path(__file__).with_name("protocol.md")
@@ -100,19 +100,45 @@ def _leg_kvpolls(states: type[Enum], make: Callable[[], Any], later: Callable[[A
     return table(("state", "KVPoll"), rows)
 
 
+#: A diagram's line is told by so many events at most; the table below it has them all.
+EVENTS_TOLD = 3
+
+
+def diagram(states: type[Enum], transitions: Any) -> str:
+    """A mermaid state diagram of a table: one line for each pair of states, with the events that lead over it."""
+    lines = ["```mermaid", "stateDiagram-v2"]
+    entered = {cell.to for row in transitions.values() for cell in row.values() if isinstance(cell, Go)}
+    lines += [f"    [*] --> {state.name}" for state in states if state not in entered]
+    for state, row in transitions.items():
+        events: dict[Enum, list[str]] = {}
+        for event, cell in row.items():
+            if isinstance(cell, Go):
+                events.setdefault(cell.to, []).append(event.name)
+        for to, names in events.items():
+            told = ", ".join(names[:EVENTS_TOLD])
+            more = f" and {len(names) - EVENTS_TOLD} more" if len(names) > EVENTS_TOLD else ""
+            lines.append(f"    {state.name} --> {to.name}: {told}{more}")
+        if not events:
+            lines.append(f"    {state.name} --> [*]")
+    return "\n".join([*lines, "```"])
+
+
 def commands(classes: Iterable[type]) -> str:
     """What a machine orders and what the actor around it does then: the classes' own words."""
     rows = [(f"`{cls.__name__}`", " ".join((inspect.getdoc(cls) or "").split())) for cls in classes]
     return table(("command", "what the actor does"), rows)
 
 
-def machine_section(title: str, module: ModuleType, machine: Any, orders: Iterable[type], polls: str) -> list[str]:
+def machine_section(
+    title: str, module: ModuleType, states: type[Enum], machine: Any, orders: Iterable[type], polls: str
+) -> list[str]:
     local = ", ".join(sorted(event.name for event in machine.LOCAL))
     return [
         f"## {title}",
         f"Source: `src/kvferry/{module.__name__.removeprefix('kvferry.').replace('.', '/')}.py`.",
         inspect.getdoc(module) or "",
         f"Local events: {local}.",
+        diagram(states, machine.TABLE),
         as_markdown(machine.TABLE),
         commands(orders),
         polls,
@@ -123,14 +149,19 @@ def render() -> str:
     parts = [HEAD, "## KVPoll", kvpolls(), inspect.getdoc(combined) or "", together()]
     parts += ["## A handoff, phase by phase", "Source: `src/kvferry/protocol/handoff.py`."]
     parts += [inspect.getdoc(handoff) or "", *phases()]
-    parts += machine_section("Room", room, RoomMachine, (room.SendLeg, room.Resolve, room.End), room_kvpolls())
-    parts += machine_section("Sender", sender, SenderMachine, get_args(sender.SenderCommand), sender_kvpolls())
+    parts += machine_section(
+        "Room", room, RoomState, RoomMachine, (room.SendLeg, room.Resolve, room.End), room_kvpolls()
+    )
+    parts += machine_section(
+        "Sender", sender, SenderState, SenderMachine, get_args(sender.SenderCommand), sender_kvpolls()
+    )
     receiver_orders = get_args(receiver.ReceiverCommand)
-    parts += machine_section("Receiver", receiver, ReceiverMachine, receiver_orders, receiver_kvpolls())
+    parts += machine_section("Receiver", receiver, ReceiverState, ReceiverMachine, receiver_orders, receiver_kvpolls())
     parts += [
         "## Link session",
         "Source: `src/kvferry/protocol/link_table.py`; rules and actions: `src/kvferry/protocol/link.py`.",
         inspect.getdoc(link_table) or "",
+        diagram(link_table.LinkState, link_table.TABLE),
         as_markdown(link_table.TABLE),
     ]
     return "\n\n".join(parts) + "\n"

@@ -68,6 +68,18 @@ def test_the_check_notices_a_page_that_differs(tmp_path: Path, capsys: pytest.Ca
     assert "make_protocol.py" in capsys.readouterr().err
 
 
+def test_the_diagrams_have_each_pair_of_states_that_an_event_leads_over() -> None:
+    module = make_protocol()
+    for states, table in (
+        (module.RoomState, module.room.TABLE),
+        (module.link_table.LinkState, module.link_table.TABLE),
+    ):
+        pairs = {(s.name, c.to.name) for s, row in table.items() for c in row.values() if isinstance(c, module.Go)}
+        drawn = re.findall(r"^    (\w+) --> (\w+): [A-Z]", module.diagram(states, table), re.MULTILINE)
+        assert len(drawn) == len(pairs) and set(drawn) == pairs
+    assert (DOCS / "protocol.md").read_text().count("stateDiagram-v2") == 4
+
+
 def test_the_protocol_page_has_every_state_and_event() -> None:
     """A hand-made sample of cells, each against the words of the page."""
     text = (DOCS / "protocol.md").read_text()

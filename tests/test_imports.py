@@ -21,7 +21,8 @@ MAY_IMPORT = {
     "engine": {"protocol", "memory", "transfer", "kernels"},
     "actors": BELOW_ACTORS | {"obs"},
     "obs": BELOW_ACTORS,
-    "sim": BELOW_ACTORS | {"actors", "obs"},
+    # The front is part of what is simulated, and fronts live in serve. Of serve the simulation takes no more than that.
+    "sim": BELOW_ACTORS | {"actors", "obs", "serve"},
     "cluster": BELOW_ACTORS | {"actors", "obs"},
     "serve": BELOW_ACTORS | {"actors", "obs", "cluster"},
     "cli": BELOW_ACTORS | {"actors", "obs", "cluster", "serve", "sim", "kernels"},
@@ -85,6 +86,14 @@ def test_imports_run_one_way(module: Path) -> None:
         if parts[0] == "kvferry" and parts[1] in MAY_IMPORT and parts[1] != package:
             allowed = sorted(MAY_IMPORT[package])
             assert parts[1] in MAY_IMPORT[package], f"{module}:{line}: {name}; {package} may import {allowed}"
+
+
+def test_of_serve_the_simulation_takes_the_front_alone() -> None:
+    front = {"attempts", "choices", "front", "gateway", "prepare"}
+    for module in MODULES:
+        if package_of(module) == "sim":
+            names = {name.split(".")[2] for _, name in imports(module) if name.startswith("kvferry.serve.")}
+            assert names <= front, f"{module}: {sorted(names - front)}"
 
 
 @pytest.mark.parametrize("package", sorted(NO_RAY))

@@ -143,6 +143,10 @@ class Registry(Actor):
             raise Overloaded(Cause("overloaded", "the registry's mailbox is full"))
         return await answer
 
+    def busy(self) -> bool:
+        """What is told of rooms may be forgotten a little late; nothing else waits for a time."""
+        return False
+
     def receive(self, item: Any) -> None:
         if isinstance(item, Asked):
             self._answer(item)

@@ -159,6 +159,10 @@ class Router(Actor):
             case _:
                 super().receive(item)
 
+    def busy(self) -> bool:
+        settled = self.membership.accepted and self.book.is_complete
+        return bool(self.guests) or bool(self._leaving) or not settled
+
     def tick(self, now_s: float) -> None:
         self.membership.tick(now_s)
         if self.book.grows_complete(now_s):

@@ -1,4 +1,4 @@
-"""The `kvferry` command: serve, ask, scale, status, room, secret, sim explore, config check.
+"""The `kvferry` command: serve, ask, scale, status, room, secret, sim, sim explore, config check.
 
 A server that asks for an API key gets the one in the environment variable KVFERRY_API_KEY.
 Expected failures (a server that is not there, a bad configuration) are one line on stderr and exit code 1.
@@ -126,13 +126,18 @@ def _add_scale(commands: Any) -> None:
 
 
 def _add_sim(commands: Any) -> None:
-    sim = commands.add_parser("sim", help="the production actors without a cluster, checked").add_subparsers(
-        required=True
-    )
-    explore = sim.add_parser("explore", help="every order of events of a few actors, within bounds")
-    explore.add_argument(
-        "--model", choices=("session", "handoff", "ranks", "routers"), help="one of them (default: all)"
-    )
+    sim = commands.add_parser("sim", help="run the production actors on virtual time, with faults, and check them")
+    sim.add_argument("--seeds", type=int, default=1000, metavar="N", help="how many (%(default)s)")
+    sim.add_argument("--first", type=int, default=0, metavar="K", help="the first of them (%(default)s)")
+    sim.add_argument("--seed", type=int, metavar="N", help="this one alone")
+    sim.add_argument("--trace", action="store_true", help="with --seed: print all that happens")
+    sim.add_argument("--workers", type=int, metavar="N", help="processes (default: one a core)")
+    sim.add_argument("--require-coverage", action="store_true", help="fail when a row of a table was never hit")
+    sim.add_argument("--json", action="store_true", help="print one object at the end")
+    sim.set_defaults(run=run_sim)
+    explore = sim.add_subparsers().add_parser("explore", help="every order of events of a few actors, within bounds")
+    models = ("session", "handoff", "ranks", "routers")
+    explore.add_argument("--model", choices=models, help="one of them (default: all)")
     explore.add_argument("--small", action="store_true", help="smaller bounds, as the tests use them")
     explore.add_argument("--json", action="store_true", help="print one object at the end")
     explore.set_defaults(run=run_explore)
@@ -226,6 +231,13 @@ def run_secret(args: argparse.Namespace) -> int:
     else:
         print(secret_path(place) if place or VARIABLE not in os.environ else f"${VARIABLE}")
     return 0
+
+
+def run_sim(args: argparse.Namespace) -> int:
+    """Exit code 0 when no checker has found anything."""
+    from kvferry.sim.command import run
+
+    return run(args)
 
 
 def run_explore(args: argparse.Namespace) -> int:

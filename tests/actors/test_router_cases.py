@@ -131,12 +131,15 @@ def test_a_prefill_that_was_started_again_needs_no_probe(client_of: Any, wait_un
 
 
 def test_a_pair_whose_breaker_is_open_is_avoided_and_its_parts_still_serve(client_of: Any) -> None:
-    """prefill-0 and decode-0 can't reach each other; either serves with the other's partner."""
+    """One prefill and one decode can't reach each other; either serves with the other's partner."""
 
     async def main() -> None:
         async with SimSystem(with_router(FOUR, policy="round_robin")) as system:
             client = await client_of(system)
-            endpoint, agent = system.prefill().endpoint, system.decode().network.address.incarnation
+            lives = [client.open(PROMPT, max_tokens=2) for _ in range(2)]  # in turn: two pairs, again and again
+            await asyncio.gather(*(client.collect(live) for live in lives))
+            (prefill, decode), _ = await names(client, lives)
+            endpoint, agent = system.prefill(int(prefill[-1])).endpoint, system.processes[decode].address.incarnation
             connect = endpoint.connect
 
             async def some(descriptor: Any) -> Any:
@@ -146,13 +149,13 @@ def test_a_pair_whose_breaker_is_open_is_avoided_and_its_parts_still_serve(clien
 
             endpoint.connect = some  # type: ignore[method-assign]
             results: list[Any] = []
-            while len(results) < 12:  # in turn: (0, 0), (1, 1), (0, 0), …
+            while len(results) < 12:
                 results += await asyncio.gather(client.ask(PROMPT, max_tokens=2), return_exceptions=True)
             assert [isinstance(result, HandoffFailed) for result in results].count(True) == 3
             lives = [client.open(PROMPT, max_tokens=2) for _ in range(4)]
             await asyncio.gather(*(client.collect(live) for live in lives))
             pairs = await names(client, lives)
-            assert ("prefill-0", "decode-0") not in pairs
+            assert (prefill, decode) not in pairs
             assert {p for p, _ in pairs} == {"prefill-0", "prefill-1"} and {d for _, d in pairs} == {
                 "decode-0",
                 "decode-1",

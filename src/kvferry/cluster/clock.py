@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections.abc import Callable
 
 
 class SystemClock:
@@ -15,6 +16,9 @@ class SystemClock:
 
     async def sleep(self, duration_s: float) -> None:
         await asyncio.sleep(duration_s)
+
+    def call_later(self, delay_s: float, do: Callable[[], None]) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(delay_s, do)
 
 
 class SystemRandom:

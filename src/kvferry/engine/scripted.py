@@ -33,6 +33,9 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _PARTS = ("k", "v")
 Words = NDArray[np.uint32]
 _SUM = 2**64
+#: Odd multipliers of what makes a word, so that a change of any of the five changes it.
+_OF_ID, _OF_POSITION = np.uint64(0x9E3779B1), np.uint64(0x85EBCA77)
+_OF_REGION, _OF_WORD = np.uint64(0xC2B2AE3D), np.uint64(0x165667B1)
 
 
 @cache
@@ -80,6 +83,8 @@ class ScriptedEngine:
         shape = (self._slice.layers, len(_PARTS), limits.pages, limits.page_size, self._slice.heads * per_head)
         self._pool: Words = np.zeros(shape, dtype=np.uint32)
         self._metadata = np.zeros((metadata_rows, ROW_BYTES), dtype=np.uint8)
+        self._origin = _origin(layout.layers, self._width)
+        self._regions = self._make_regions()
         self._running = False
 
     @property
@@ -95,6 +100,9 @@ class ScriptedEngine:
         return len(self._metadata)
 
     def regions(self) -> tuple[Region, ...]:
+        return self._regions
+
+    def _make_regions(self) -> tuple[Region, ...]:
         found = [
             Region(
                 kind=RegionKind.PAGES,
@@ -126,10 +134,10 @@ class ScriptedEngine:
             raise RuntimeError(f"step {plan.step}: another step is running")
         self._running = True
         try:
-            cost_s = self._cost_s(plan)
-            self._write(plan)
+            cost_s, places = self._cost_s(plan), self._places_of(plan)
+            self._write(plan, places)
             await self._sleep(cost_s)
-            self._write(plan)
+            self._write(plan, places)
             sums = [self._read(sequence) for sequence in plan.sequences if sequence.sampling is not None]
             result = StepResult(plan.step, (None,) * len(plan.sequences), cost_s, np.array(sums, np.uint64).tobytes())
             return self.combine(plan, result, ()) if self._whole else result
@@ -151,26 +159,21 @@ class ScriptedEngine:
     ) -> tuple[int, ...]:
         """The `count` tokens that follow a prompt when no byte is lost: worked out from the ids, without any page."""
         prompt, ids = tuple(prompt_ids), list(prompt_ids)
-        for _ in range(count):
+        total = self._sum(self._slots(prompt, range(len(prompt))), 0, slice(None), slice(None))
+        for position in range(len(prompt), len(prompt) + count):
             history = None
             if sampling is not None and looks_back(sampling):
                 history = History(prompt, tuple(ids[len(prompt) :]))
-            total = self._sum(self._slots(ids, 0), slice(None), slice(None))
             ids.append(self._next(total, sampling, history)[0])
-        return tuple(ids[len(ids) - count :])
+            total += self._sum(self._slots(ids[position:], (position,)), position, slice(None), slice(None))
+        return tuple(ids[len(prompt) :])
 
-    def _slots(self, token_ids: Collection[int], start: int) -> Words:
+    def _slots(self, token_ids: Collection[int], positions: Collection[int]) -> Words:
         """What the tokens leave in all pools: [layers, parts, tokens, words per slot]. The first word is the id."""
-        layers, parts, width = self._layout.layers, len(_PARTS), self._width
-        ids = np.asarray(list(token_ids), dtype=np.uint64)[None, None, :, None]
-        positions = np.arange(start, start + len(token_ids), dtype=np.uint64)[None, None, :, None]
-        layer = np.arange(layers, dtype=np.uint64)[:, None, None, None]
-        part = np.arange(parts, dtype=np.uint64)[None, :, None, None]
-        word = np.arange(width, dtype=np.uint64)[None, None, None, :]
-        # odd multipliers, so that a change of any of the five changes the word
-        origin = positions * 0x85EBCA77 + (layer * 2 + part) * 0xC2B2AE3D
-        words: Words = (ids * 0x9E3779B1 + origin + word * 0x165667B1).astype(np.uint32)
-        words[..., 0] = ids[..., 0]
+        ids = np.array(token_ids, dtype=np.uint64)
+        slots = ids * _OF_ID + np.array(positions, dtype=np.uint64) * _OF_POSITION
+        words: Words = (self._origin + slots[None, None, :, None]).astype(np.uint32)
+        words[..., 0] = ids
         return words
 
     def _places(self, sequence: Sequence, start: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -178,21 +181,33 @@ class ScriptedEngine:
         pages = np.asarray(sequence.pages, dtype=np.int64)[positions // self._limits.page_size]
         return pages, positions % self._limits.page_size
 
-    def _write(self, plan: StepPlan) -> None:
+    def _places_of(self, plan: StepPlan) -> tuple[list[int], list[int], Words]:
+        """Of all fed tokens: their pages, their offsets there, and what this rank's pool gets of them."""
+        ids: list[int] = []
+        positions: list[int] = []
+        pages: list[int] = []
+        size = self._limits.page_size
         for sequence in plan.sequences:
-            end = sequence.start + len(sequence.token_ids)
-            pages, offsets = self._places(sequence, sequence.start, end)
-            slots = self._slots(sequence.token_ids, sequence.start)
-            self._pool[:, :, pages, offsets] = slots[self._layers, :, :, self._words]
+            fed = range(sequence.start, sequence.start + len(sequence.token_ids))
+            ids += sequence.token_ids
+            positions += fed
+            pages += [sequence.pages[position // size] for position in fed]
+        words = self._slots(ids, positions)[self._layers, :, :, self._words]
+        return pages, [position % size for position in positions], words
+
+    def _write(self, plan: StepPlan, places: tuple[list[int], list[int], Words]) -> None:
+        pages, offsets, words = places
+        self._pool[:, :, pages, offsets] = words
 
     def _read(self, sequence: Sequence) -> int:
         """This rank's sum over all that the sequence has in its pages."""
         pages, offsets = self._places(sequence, 0, sequence.position)
-        return self._sum(self._pool[:, :, pages, offsets], self._layers, self._words)
+        return self._sum(self._pool[:, :, pages, offsets], 0, self._layers, self._words)
 
-    def _sum(self, slots: Words, layers: slice, words: slice) -> int:
+    def _sum(self, slots: Words, start: int, layers: slice, words: slice) -> int:
+        """Of the slots of the positions from `start` on."""
         weights = _weights(self._layout.layers, self._limits.context_tokens, self._width)
-        return int((slots * weights[layers, :, : slots.shape[2], words]).sum(dtype=np.uint64))
+        return int((slots * weights[layers, :, start : start + slots.shape[2], words]).sum(dtype=np.uint64))
 
     def _draw(self, sequence: Sequence, total: int) -> Drawn:
         sampling = sequence.sampling
@@ -218,6 +233,13 @@ class ScriptedEngine:
         best = -(1 + bits % 1024) / 256
         ranks = range(min(count, MAX_TOP_LOGPROBS, self._limits.vocab_size))
         return Logprobs(best, tuple(((token_id + at) % self._limits.vocab_size, best - at * 0.75) for at in ranks))
+
+
+def _origin(layers: int, width: int) -> NDArray[np.uint64]:
+    """What a word has of its layer, its part and its place in the slot: [layers, parts, 1, width]."""
+    region = np.arange(layers * len(_PARTS), dtype=np.uint64).reshape(layers, len(_PARTS), 1, 1)
+    made: NDArray[np.uint64] = region * _OF_REGION + np.arange(width, dtype=np.uint64) * _OF_WORD
+    return made
 
 
 class _IdDecoder:

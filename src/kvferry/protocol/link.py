@@ -173,10 +173,12 @@ class LinkSession(Machine[LinkState, LinkEvent]):
             return None
         if self.state is S.CONNECTING:
             return min(self._silent_at_s, self._hello_due_s)
-        due = [self._silent_at_s, self._heartbeat_at_s]
-        due += [at for at in (self._resend_due_s, self._ack_due_s) if at is not None]
-        due += [self._ask_due_s] if self._ask > self._answered else []
-        return min(due)
+        due_s = min(self._silent_at_s, self._heartbeat_at_s)
+        if self._resend_due_s is not None and self._resend_due_s < due_s:
+            due_s = self._resend_due_s
+        if self._ack_due_s is not None and self._ack_due_s < due_s:
+            due_s = self._ack_due_s
+        return min(due_s, self._ask_due_s) if self._ask > self._answered else due_s
 
     # --- what leaves ----------------------------------------------------------------------------------------
 

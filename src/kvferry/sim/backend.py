@@ -5,6 +5,7 @@ has Ray's.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 from kvferry.actors.leader import Leader
@@ -54,6 +55,13 @@ class SimBackend:
             "rooms_live": sum(len(router.guests) for router in routers),
             "requests_live": 0,
         }
+
+    async def pools(self) -> dict[str, Any]:
+        return self._system.pools.progress()
+
+    async def scale(self, numbers: Mapping[str, int]) -> dict[str, Any]:
+        self._system.pools.scale(numbers)
+        return self._system.pools.progress()
 
     async def room(self, room: int) -> dict[str, Any] | None:
         for router in self._system.routers():

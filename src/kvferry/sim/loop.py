@@ -2,12 +2,17 @@
 
 Everything runs in one thread and nothing waits for the outside, so a run depends on its seeds alone. When nothing is
 ready and no timer is set, nothing can ever run again: that raises `Deadlock` instead of hanging.
+
+A simulation is little else than calls of this loop, so it keeps its own books of them, leaner than asyncio's: no
+selector, no contexts (nobody in a simulation has context variables), no debugging.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import heapq
+from collections import deque
+from collections.abc import Callable, Coroutine
 from random import Random as _Generator
 from typing import Any, TypeVar
 
@@ -18,21 +23,24 @@ class Deadlock(RuntimeError):
     """Nothing is ready and no timer is set; the message lists the tasks that wait."""
 
 
-class _Selector:
-    """Stands where the loop asks the kernel for events: there are none, so waiting is a jump in time."""
+class Call:
+    """What asyncio calls a Handle or a TimerHandle: something to be done, unless it is cancelled before."""
 
-    def __init__(self, loop: VirtualLoop) -> None:
-        self._loop = loop
+    __slots__ = ("_at_s", "args", "do")
 
-    def select(self, timeout_s: float | None) -> list[Any]:
-        if timeout_s is None:
-            waiting = sorted(str(task.get_coro()) for task in asyncio.all_tasks(self._loop))
-            raise Deadlock("nothing is ready and no timer is set; waiting: " + ("; ".join(waiting) or "no task"))
-        self._loop.advance(timeout_s)
-        return []
+    def __init__(self, do: Callable[..., Any], args: tuple[Any, ...], at_s: float) -> None:
+        self.do: Callable[..., Any] | None = do
+        self.args = args
+        self._at_s = at_s
 
-    def close(self) -> None:
-        """Nothing is open."""
+    def cancel(self) -> None:
+        self.do, self.args = None, ()
+
+    def cancelled(self) -> bool:
+        return self.do is None
+
+    def when(self) -> float:
+        return self._at_s
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
@@ -41,13 +49,54 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def __init__(self) -> None:
         super().__init__()
         self._virtual_s = 0.0
-        self._selector = _Selector(self)
+        self._due: deque[Call] = deque()
+        self._timers: list[tuple[float, int, Call]] = []
+        self._set = 0
+        self._stopping = False
 
     def time(self) -> float:
         return self._virtual_s
 
-    def advance(self, duration_s: float) -> None:
-        self._virtual_s += max(0.0, duration_s)
+    def call_soon(self, callback: Callable[..., Any], *args: Any, context: Any = None) -> Any:  # type: ignore[override]
+        call = Call(callback, args, self._virtual_s)
+        self._due.append(call)
+        return call
+
+    def call_later(self, delay: float, callback: Callable[..., Any], *args: Any, context: Any = None) -> Any:  # type: ignore[override]
+        return self.call_at(self._virtual_s + delay, callback, *args)
+
+    def call_at(self, when: float, callback: Callable[..., Any], *args: Any, context: Any = None) -> Any:  # type: ignore[override]
+        call = Call(callback, args, when)
+        self._set += 1
+        heapq.heappush(self._timers, (when, self._set, call))
+        return call
+
+    def _run_once(self) -> None:
+        """All that is ready; then, as often as nothing is, time jumps. Returns when the loop is to stop."""
+        due, timers = self._due, self._timers
+        while not self._stopping:
+            if not due:
+                self._jump()
+            # Timers of this moment that were set meanwhile come behind what is ready already.
+            while timers and timers[0][0] <= self._virtual_s:
+                due.append(heapq.heappop(timers)[2])
+            for _ in range(len(due)):
+                call = due.popleft()
+                if call.do is not None:
+                    try:
+                        call.do(*call.args)
+                    except (SystemExit, KeyboardInterrupt):
+                        raise
+                    except BaseException as error:  # noqa: BLE001 - as asyncio does it: told to the handler
+                        self.call_exception_handler({"message": f"exception in {call.do}", "exception": error})
+
+    def _jump(self) -> None:
+        while self._timers and self._timers[0][2].do is None:
+            heapq.heappop(self._timers)
+        if not self._timers:
+            waiting = sorted(str(task.get_coro()) for task in asyncio.all_tasks(self))
+            raise Deadlock("nothing is ready and no timer is set; waiting: " + ("; ".join(waiting) or "no task"))
+        self._virtual_s = max(self._virtual_s, self._timers[0][0])
 
     def _process_events(self, event_list: list[Any]) -> None:
         """There are no events of the kernel's."""
@@ -61,18 +110,32 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
     Raises what `main` raises, or Deadlock.
     """
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+    with asyncio.Runner(debug=False, loop_factory=VirtualLoop) as runner:
         return runner.run(main)
 
 
 class VirtualClock:
-    """`kvferry.actors.ports.Clock` on the running loop's virtual time."""
+    """`kvferry.actors.ports.Clock` on the virtual time of the loop that it is made on (or first asked on)."""
+
+    __slots__ = ("_loop",)
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+        return self._loop
 
     def now_s(self) -> float:
-        return asyncio.get_running_loop().time()
+        return (self._loop or self.loop).time()
 
     async def sleep(self, duration_s: float) -> None:
         await asyncio.sleep(duration_s)
+
+    def call_later(self, delay_s: float, do: Callable[[], None]) -> asyncio.TimerHandle:
+        return self.loop.call_later(delay_s, do)
 
 
 class SeededRandom:

@@ -168,7 +168,10 @@ class SimNetwork:
 class SimClock(VirtualClock):
     """The clock of one simulated process."""
 
+    __slots__ = ("_process",)
+
     def __init__(self, process: SimCarrier) -> None:
+        super().__init__()
         self._process = process
 
     @property
@@ -178,7 +181,11 @@ class SimClock(VirtualClock):
 
     async def sleep(self, duration_s: float) -> None:
         await super().sleep(duration_s)
-        await self._process.running()
+        if not self._process.is_running.is_set():
+            await self._process.running()
+
+    def call_later(self, delay_s: float, do: Callable[[], None]) -> asyncio.TimerHandle:
+        return self.loop.call_later(delay_s, self._process.timed_out, do)
 
 
 class SimCarrier:
@@ -190,6 +197,7 @@ class SimCarrier:
         self.ended = False
         self._handler: CarrierHandler | None = None
         self._held: list[Callable[[], None]] | None = None  # what a stopped process has to do when it goes on
+        self._held_timers: list[Callable[[], None]] = []  # and after that: a loop looks at its sockets first
         self.is_running = asyncio.Event()
         self.is_running.set()
         self._on_exit: list[Callable[[], None]] = []
@@ -254,8 +262,15 @@ class SimCarrier:
         if self._held is not None and not self.ended:
             held, self._held = self._held, None
             self.is_running.set()
-            for do in held:
+            timers, self._held_timers = self._held_timers, []
+            for do in (*held, *timers):
                 do()
+
+    def timed_out(self, do: Callable[[], None]) -> None:
+        if self._held is not None:
+            self._held_timers.append(do)
+        elif not self.ended:
+            do()
 
     async def running(self) -> None:
         await self.is_running.wait()

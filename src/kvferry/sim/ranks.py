@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from kvferry.actors.actor import Actor
 from kvferry.actors.decode.decode import Decode
 from kvferry.actors.decode.follower import DecodeFollower
-from kvferry.actors.inbox import Inbox
 from kvferry.actors.links import LinkLayer
 from kvferry.actors.parts import Parts
 from kvferry.actors.ports import Resolve
@@ -23,7 +22,9 @@ from kvferry.actors.unified.leader import UnifiedLeader
 from kvferry.engine.contract import EngineLimits
 from kvferry.engine.scripted import ScriptedEngine, ScriptedTexts
 from kvferry.protocol.rank import LEADER, Layout, RankInfo, slice_of
-from kvferry.sim.network import SimClock
+from kvferry.sim.endpoint import SimEndpoint, SimInbox
+from kvferry.sim.engine import SimEngine
+from kvferry.sim.network import SimCarrier, SimClock
 from kvferry.transfer.contract import Endpoint
 from kvferry.transfer.fake import FakeFabric
 from kvferry.transfer.faulty import with_faults
@@ -52,25 +53,30 @@ class RankMaker:
     def __init__(self, options: SimOptions, fabric: FakeFabric, resolve: Resolve) -> None:
         self._options, self._fabric, self._resolve = options, fabric, resolve
 
-    def make(self, role: str, name: str, links: LinkLayer, clock: SimClock) -> tuple[Actor, Endpoint | None]:
+    def make(
+        self, role: str, name: str, links: LinkLayer, clock: SimClock, carrier: SimCarrier
+    ) -> tuple[Actor, Endpoint | None, SimEndpoint | None]:
+        """The actor, its end of the data plane, and that as the actor has it."""
         options = self._options
         settings: Any = getattr(options, role)
         info = self._info(role, name, links)
         engine = self._engine(info, clock)
-        inbox = Inbox()
+        inbox = SimInbox(carrier)
         endpoint = self._endpoint(role, engine, links.address.incarnation, inbox, clock)
+        dressed = SimEndpoint(endpoint, carrier, links.address.incarnation)
         texts, mailbox, limits = ScriptedTexts(options.eos_token_ids), options.links.mailbox, options.clocks
         parts = Parts(
-            links, clock, mailbox, self._resolve, engine, texts, endpoint, info, limits, settings.max_rooms,
+            links, clock, mailbox, self._resolve, engine, texts, dressed, info, limits, settings.max_rooms,
             engine.combine,
         )  # fmt: skip
         if role == "unified":
-            return UnifiedLeader(replace(parts, endpoint=Nowhere()), options.unified), None
+            return UnifiedLeader(replace(parts, endpoint=Nowhere()), options.unified), None, None
         if role == "prefill":
-            return Prefill(parts, options.prefill) if info.rank == LEADER else PrefillFollower(parts), endpoint
+            prefill = Prefill(parts, options.prefill) if info.rank == LEADER else PrefillFollower(parts)
+            return prefill, endpoint, dressed
         decode = Decode(parts, options.decode) if info.rank == LEADER else DecodeFollower(parts)
         inbox.deliver = decode.notified
-        return decode, endpoint
+        return decode, endpoint, dressed
 
     def _info(self, role: str, name: str, links: LinkLayer) -> RankInfo:
         options = self._options
@@ -78,7 +84,14 @@ class RankMaker:
         instance, rank = instance_of(name)
         tp, pp = getattr(settings, "tp", 1), getattr(settings, "pp", 1)
         layout = Layout(
-            "scripted", "1", "float32", options.page_size, layers=3, kv_heads=2, head_dim=4, policy=options.policy
+            "scripted",
+            "1",
+            "float32",
+            options.page_size,
+            layers=options.layers,
+            kv_heads=2,
+            head_dim=options.head_dim,
+            policy=options.policy,
         )
         tokens = min(settings.pool_pages * options.page_size, options.context_tokens)
         return RankInfo(
@@ -86,12 +99,13 @@ class RankMaker:
             pages=settings.pool_pages, max_prompt_tokens=tokens, max_total_tokens=tokens,
         )  # fmt: skip
 
-    def _engine(self, info: RankInfo, clock: SimClock) -> ScriptedEngine:
+    def _engine(self, info: RankInfo, clock: SimClock) -> SimEngine:
         options = self._options
         limits = EngineLimits(info.pages, options.page_size, options.context_tokens, vocab_size=50_000)
         part = slice_of(info.layout, info.tp_rank, info.tp_size, info.pp_rank, info.pp_size)
-        return ScriptedEngine(
-            info.layout, limits, metadata_rows=64, sleep=clock.sleep, cost_s=options.cost_s, part=part
+        return SimEngine(
+            info.layout, limits, metadata_rows=64, sleep=clock.sleep, cost_s=options.cost_s, part=part,
+            incarnation=info.address.incarnation,
         )  # fmt: skip
 
     def _endpoint(

@@ -7,7 +7,7 @@ depend on every byte of it), the data plane is `fake` (real copies), and time is
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from kvferry.actors.actor import Actor
 from kvferry.actors.bootstrap.registry import Registry
 from kvferry.actors.bootstrap.room_ranks import RoomRanks
 from kvferry.actors.decode.decode import Decode
+from kvferry.actors.leg_room import LegRoom
 from kvferry.actors.pools import Pools, routers_of
 from kvferry.actors.prefill.prefill import Prefill
 from kvferry.actors.ranks.ending import RankLost
@@ -35,6 +36,7 @@ from kvferry.engine.scripted import ScriptedEngine
 from kvferry.memory.ledger import PageCounts
 from kvferry.protocol.address import Address
 from kvferry.protocol.rank import EARLY, LEADER
+from kvferry.sim.endpoint import SimEndpoint
 from kvferry.sim.hosting import SimHosting
 from kvferry.sim.loop import VirtualClock
 from kvferry.sim.network import SimNetwork
@@ -70,6 +72,8 @@ class SimOptions:
     cancel_ends: bool = True
     policy: str = EARLY
     page_size: int = 8
+    layers: int = 3
+    head_dim: int = 4
     context_tokens: int = 4096
     eos_token_ids: tuple[int, ...] = ()
     bandwidth_bytes_s: float = 1e9
@@ -84,12 +88,15 @@ class SimOptions:
 
 @dataclass
 class SimProcess:
-    """One simulated process of a role: its actor, the task that runs it, and its end of the data plane."""
+    """One simulated process of a role: its actor, the task that runs it, and its end of the data plane: as it is
+    without a simulation, and `dressed` as its actor has it.
+    """
 
     role: str
     actor: Actor
     task: asyncio.Task[None]
     endpoint: Endpoint | None = None
+    dressed: SimEndpoint | None = None
 
     @property
     def address(self) -> Address:
@@ -103,14 +110,17 @@ def ends_as_one(task: asyncio.Task[None]) -> bool:
 
 @dataclass
 class SimSystem:
-    """Use it inside the virtual loop: `async with SimSystem(options) as system`."""
+    """Use it inside the virtual loop: `async with SimSystem(options) as system`. `on_spawn` hears of every process."""
 
     options: SimOptions
+    on_spawn: list[Callable[[SimProcess], None]] = field(default_factory=list)
     network: SimNetwork = field(init=False)
     fabric: FakeFabric = field(init=False)
     processes: dict[str, SimProcess] = field(default_factory=dict)
     restarts: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     removed: set[str] = field(default_factory=set)  # instances that are not wanted any more
+    stopped_s: float = 0.0  # for how long processes have been stopped, all together
+    _background: set[asyncio.Task[None]] = field(default_factory=set)
     _pools: Pools | None = None
     _keeping: asyncio.Task[None] | None = None
 
@@ -137,6 +147,7 @@ class SimSystem:
     async def __aexit__(self, *_: object) -> None:
         tasks = [process.task for process in self.processes.values()] + list(self.restarts.values())
         tasks += [self._keeping] if self._keeping is not None else []
+        tasks += self._background
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -249,6 +260,25 @@ class SimSystem:
 
     # --- faults ---
 
+    def background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Something that goes on by itself, until the end of the system."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def stop(self, address: Address, for_s: float) -> None:
+        """SIGSTOP a process (a front, too), and SIGCONT."""
+        self.stopped_s += for_s
+        self.network.stop(address)
+        await asyncio.sleep(for_s)
+        self.network.resume(address)
+
+    def waits_for_a_stopped_writer(self, room: LegRoom) -> bool:
+        """Its pages are quarantined, and one of those that may write to them stands still."""
+        lease = room.holding.lease if room.holding is not None and room.holding.quarantined else None
+        writers = [] if lease is None else [self.network.process(incarnation) for incarnation in lease.writers.values()]
+        return any(writer is not None and writer.stopped for writer in writers)
+
     def kill(self, name: str) -> None:
         """End a process as kill -9 does: its links, its data plane and its task are gone at once."""
         process = self.processes.pop(name)
@@ -270,6 +300,7 @@ class SimSystem:
         links = self.network.open(name, self.options.links)
         clock, mailbox = self.network.clock(links.address), self.options.links.mailbox
         endpoint: Endpoint | None = None
+        dressed: SimEndpoint | None = None
         actor: Actor
         if role == "registry":
             wanted = None if self._pools is not None else self._wanted()
@@ -279,10 +310,14 @@ class SimSystem:
             settings, limits = self.options.router, self.options.clocks
             actor = Router(links, clock, mailbox, self.network.random, self.resolve, settings, limits, "fake")
         else:
+            carrier = self.network.process(links.address.incarnation)
+            assert carrier is not None
             maker = RankMaker(self.options, self.fabric, self.resolve)
-            actor, endpoint = maker.make(role, name, links, clock)
+            actor, endpoint, dressed = maker.make(role, name, links, clock, carrier)
         task = asyncio.get_running_loop().create_task(actor.run())
-        process = self.processes[name] = SimProcess(role, actor, task, endpoint)
+        process = self.processes[name] = SimProcess(role, actor, task, endpoint, dressed)
+        for spawned in self.on_spawn:
+            spawned(process)
         task.add_done_callback(lambda _: self._ended(name, process))
         return process
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from kvferry.actors.ports import Timer
 from kvferry.engine.contract import (
     Drawn,
     Emission,
@@ -47,6 +48,17 @@ class StandingClock:
 
     async def sleep(self, duration_s: float) -> None:
         raise AssertionError(f"nothing sleeps in an exploration, and not for {duration_s} s")
+
+    def call_later(self, delay_s: float, do: Callable[[], None]) -> Timer:
+        """Never: which timer runs out, and when, is the explorer's choice."""
+        return NoTimer()
+
+
+class NoTimer:
+    """`kvferry.actors.ports.Timer` of a call that won't come."""
+
+    def cancel(self) -> None:
+        """There is nothing to cancel."""
 
 
 class Sessions:

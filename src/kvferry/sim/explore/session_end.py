@@ -143,7 +143,7 @@ class End:
             link.redial_at_s = 0.0
         else:
             setattr(link.session, _DEADLINES[name], 0.0)
-        self.links._tick(0.0)
+        self.links._tick(link, 0.0)
 
     # --- what the model asks ---
 

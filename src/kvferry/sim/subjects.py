@@ -1,0 +1,45 @@
+"""Whom a fault can be about: the rooms of a simulated system, and the names of those that work on each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.actors.leader import Leader
+from kvferry.actors.leg_room import LegRoom
+from kvferry.actors.router.router import Router
+from kvferry.protocol.machine import Machine
+from kvferry.protocol.request import RequestSpec
+from kvferry.sim.system import SimSystem
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One room and the names of those that work on it."""
+
+    room: int
+    request: int
+    names: dict[str, str]  # by role
+
+
+def subjects_of(system: SimSystem) -> list[tuple[Machine[Any, Any], Subject]]:
+    """Every machine of a room that lives, with its room."""
+    found: list[tuple[Machine[Any, Any], Subject]] = []
+    for name, process in system.processes.items():
+        actor = process.actor
+        if isinstance(actor, Router):
+            for room_id, guest in actor.guests.items():
+                machine = guest.room.machine
+                legs = (machine.prefill.name, machine.decode.name)
+                found.append((machine, _subject(room_id, machine.spec, name, *legs)))
+        elif isinstance(actor, Leader):
+            room: LegRoom
+            for room in actor.rooms.values():
+                legs = (name, room.peer.name) if actor.role == "prefill" else (room.peer.name, name)
+                found.append((room.machine, _subject(room.room, room.spec, room.router.name, *legs)))
+    return found
+
+
+def _subject(room: int, spec: RequestSpec, router: str, prefill: str, decode: str) -> Subject:
+    names = {"router": router, "prefill": prefill, "decode": decode, "front": spec.front.name}
+    return Subject(room, spec.request, names)
