@@ -354,12 +354,14 @@ class LinkLayer:
         self._timer, self._timer_at_s = None, math.inf
         now_s = self._clock.now_s()
         self._exits.look_again()
-        for link in [link for link in self._links.values() if link.due_s <= now_s]:
-            link.due_s = math.inf  # until it is planned again, when what it has to say is sent
-            self._tick(link, now_s)
-        next_s = min((link.due_s for link in self._links.values()), default=math.inf)
-        if next_s < self._timer_at_s:
-            self._set_timer(next_s)
+        try:
+            for link in [link for link in self._links.values() if link.due_s <= now_s]:
+                link.due_s = math.inf  # until it is planned again, when what it has to say is sent
+                self._tick(link, now_s)
+        finally:  # whatever one link's timer comes to, those of the others go on
+            next_s = min((link.due_s for link in self._links.values()), default=math.inf)
+            if next_s < self._timer_at_s:
+                self._set_timer(next_s)
 
     def _tick(self, link: Link, now_s: float) -> None:
         if link.refused_at_s is not None and now_s >= link.refused_at_s:

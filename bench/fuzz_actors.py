@@ -83,12 +83,13 @@ class Stage:
         await self._system.__aexit__()
 
     def crashed(self) -> list[str]:
-        """Actors that have ended, timers of links that have, and links of the member that somebody has given up."""
+        """Actors that have ended, links whose timers stand still, and links of the member that somebody gave up."""
         processes = self._system.processes
         tasks = {name: process.task for name, process in processes.items()}
-        tasks |= {f"the timers of {layer.address.name}": layer._timer for layer in self._layers() if layer._timer}
         ended = {name: task for name, task in tasks.items() if task.done() and not task.cancelled()}
         found = [f"{name} ended: {task.exception()!r}" for name, task in ended.items()]
+        stand_still = [layer for layer in self._layers() if layer._links and layer._timer is None]
+        found += [f"the timers of {layer.address.name} stand still" for layer in stand_still]
         cut = [
             name for name, process in processes.items() if not self.member.network.is_up(process.address.incarnation)
         ]

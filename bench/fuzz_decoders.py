@@ -17,6 +17,25 @@ from kvferry.cluster.secret import load_secret
 from kvferry.protocol.address import Address
 from kvferry.protocol.errors import Cause, ConfigError, RequestError
 from kvferry.protocol.frames import Ack, Bye, Data, Frame, Hello, NotMe, Welcome, decode_frame, encode_frame
+from kvferry.protocol.instance import (
+    AbortConfirmed,
+    Accept,
+    Accepted,
+    Arrived,
+    CancelRoom,
+    ConfirmAbort,
+    Expect,
+    Join,
+    Joined,
+    RankFailed,
+    Revoke,
+    RevokedAt,
+    RunStep,
+    Stepped,
+    WriteChunk,
+    WriteTo,
+    Wrote,
+)
 from kvferry.protocol.messages import (
     Abort,
     AbortAck,
@@ -26,6 +45,7 @@ from kvferry.protocol.messages import (
     Committed,
     Destination,
     Drained,
+    Draining,
     Failed,
     Load,
     Logprobs,
@@ -33,13 +53,16 @@ from kvferry.protocol.messages import (
     OpenDecode,
     Opened,
     OpenPrefill,
+    OverBudget,
     PrefillDone,
     Progress,
     Received,
+    Reconcile,
     Register,
     RegisterDpRank,
     Registered,
     RegistrationRefused,
+    Released,
     Retracted,
     Roster,
     Stop,
@@ -82,7 +105,12 @@ MESSAGES: tuple[Message, ...] = (
     TokenBatch("decode", (Token(1, 0, ROOM, 0, 42, "é", "stop", Logprobs(-0.25, ((42, -0.25),))),)),
     Load("decode", waiting=1, running=2, free_pages=3, total_pages=64, free_places=4, place_s=1.5), Register(INFO),
     Registered(3), RegistrationRefused("held", True), RegisterDpRank(ROOM, 1, "prefill-7"), Watch("router-7"),
-    Roster(4, (INFO,), False, ("decode: 0 of 1 instances are complete",)),
+    Roster(4, (INFO,), False, ("decode: 0 of 1 instances are complete",)), Reconcile((ROOM, 3)),
+    Draining(ROOM, 1, broken=True), Released(ROOM, "drained and exited", 3, 1.5), OverBudget("prefill-7", 7, 9, 60.5),
+    Join(INFO), Joined(1), RunStep(b"\x92\x07\x90"), Stepped(7, b"\x01"), WriteChunk(ROOM, 1, 3, (7, 0), last=True),
+    WriteTo(ROOM, HERE, (7, 0, 3), (0, 1), (b"\x00\xff", b"")), Wrote(ROOM, 1, False, 1 << 40, "gone"),
+    CancelRoom(ROOM, CAUSE), RankFailed(ROOM, CAUSE), ConfirmAbort(ROOM, CAUSE), AbortConfirmed(ROOM), Accept(7, 1),
+    Accepted(7, 1, b"\x00\xff", "no"), Revoke(7), RevokedAt(7, -1), Expect(-1), Arrived(ROOM, 1, 1 << 63),
 )  # fmt: skip
 PAYLOADS = tuple(map(encode, MESSAGES))
 FRAMES: tuple[Frame, ...] = (
