@@ -191,6 +191,7 @@ class Play:
         finally:
             watching.cancel()
             playing.cancel()
+            await asyncio.gather(watching, playing, return_exceptions=True)
         self.watcher.look()
         check_idle(self.system)
         self._check_fronts()
