@@ -74,9 +74,8 @@ _UNREACHABLE: tuple[Group, ...] = (
         "sender QUEUED": "DESTINATION", "sender COMPUTING": "DESTINATION", "sender FLUSHING": "DESTINATION",
         "sender DRAINING": "DESTINATION", "sender BROKEN": "DESTINATION",
     }),
-    ("decode asks prefill to stop on the link that carried its destination, behind it", {
-        "sender AWAITING_DESTINATION": "ABORT_TRANSFER", "sender AWAITING_PAGES": "ABORT_TRANSFER",
-        "sender COMPUTING_AHEAD": "ABORT_TRANSFER", "sender KEPT": "ABORT_TRANSFER",
+    ("decode asks for pages, and prefill to stop, when it has been told that the prompt is computed", {
+        "sender AWAITING_PAGES": "ABORT_TRANSFER", "sender COMPUTING_AHEAD": "ABORT_TRANSFER",
     }),
     ("a room is broken when none of its writes is open any more", {"sender BROKEN": "WRITE_ENDED WRITE_BROKEN"}),
     ("prefill says that it does not know a room to who has sent it a destination or an abort", {
