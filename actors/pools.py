@@ -11,12 +11,13 @@ each with an incarnation of its own).
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
+from kvferry.actors.bootstrap.ranks import group_size
 from kvferry.actors.leaving import HAND_OVER_S
 from kvferry.actors.membership import REGISTRY
 from kvferry.actors.ports import Clock
@@ -172,7 +173,7 @@ class Pools:
         self._missing = roster.missing
         routers = [m.name for m in self.members.values() if m.role == "router" and m.phase is not Phase.PLACING]
         states = await self._states(routers)
-        here = self._listed | {name for name, state in states.items() if state is not None and state["linked"]}
+        here = _complete(roster) | {name for name, state in states.items() if state is not None and state["linked"]}
         for member in self.members.values():
             if member is not registry and member.phase in (Phase.STARTING, Phase.REGISTERED):
                 self._enter(member, Phase.REGISTERED if member.name in here else Phase.STARTING)
@@ -329,6 +330,13 @@ class Pools:
         task = asyncio.get_running_loop().create_task(guarded())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _complete(roster: Roster) -> set[str]:
+    """Instances all of whose ranks are registered. One that has lost its leader is to be started again, though its
+    other ranks are there."""
+    ranks = Counter(rank.instance for rank in roster.ranks)
+    return {rank.instance for rank in roster.ranks if ranks[rank.instance] >= group_size(rank)}
 
 
 def _who_goes_first(member: Member) -> tuple[int, int, int]:

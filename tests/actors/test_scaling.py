@@ -574,3 +574,21 @@ def test_an_error_in_a_members_life_is_the_keepers_end(wait_until: Any) -> None:
                 await system._keeping
 
     run(main())
+
+
+@pytest.mark.parametrize("at_s", [0.0, 0.25, 0.5, 0.75])
+def test_an_instance_that_has_lost_its_leader_is_started_again(at_s: float) -> None:
+    """Its other rank ends with it, is started again by itself and registers: that alone is no instance."""
+    options = SimOptions(
+        keep=True, decode=DecodeSettings(pool_pages=64, pp=2), prefill=PrefillSettings(pool_pages=64), restart_s=0.1
+    )
+
+    async def main() -> None:
+        async with SimSystem(options) as system:
+            await asyncio.sleep(5 + at_s)
+            system.kill("decode-0")
+            await asyncio.sleep(10)
+            assert {"decode-0", "decode-0.1"} <= system.processes.keys()
+            assert system.pools.progress()["done"]
+
+    run(main())

@@ -144,7 +144,7 @@ class Chaos:
 
     async def slow(self, subject: Subject | None, _role: str) -> None:
         """The forwards of one instance take long."""
-        for_s, times = self._random.uniform(0.5, 4), self._random.choice([5.0, 40.0])
+        for_s, times = self._random.uniform(0.5, 4), self._random.choice([5.0, 30.0])
         name = self._victim(subject, self._random.choice(["prefill", "decode"]))
         engine = getattr(self._system.processes[name].actor, "engine", None) if name is not None else None
         if name is None or not isinstance(engine, SimEngine):

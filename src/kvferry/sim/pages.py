@@ -105,6 +105,8 @@ class _LeaderPages:
             return
         others = {page for id_, pages in self._held.items() if id_ != holding.id for page in pages}
         freed = set(holding.pages) - others
+        if self._leader.ending:
+            return  # none of its pages is used again
         if busy := sorted(freed & self._open_writes(self._name)):
             self._findings.add("one-release", f"{where} are released while writes are under way at {busy}")
         engine = self._leader.engine

@@ -13,7 +13,7 @@ _LEG = "OPENED_PREFILL OPENED_DECODE ADMITTED"
 _ALL_LINK = "HELLO LOWER_HELLO HIGHER_HELLO WELCOME NOT_ME DATA ACK BYE STRAY SEND END"
 _SENDER_OVER = (
     "DESTINATION WRITE_ENDED WRITE_BROKEN FAIL ABORT ABORT_TRANSFER STOP ROOM_LOST DECODE_LOST FRONT_LOST EXPIRED "
-    "DECODE_EXITED FLUSHED QUIET QUIET_BROKEN"
+    "DECODE_EXITED UNKNOWN FLUSHED QUIET QUIET_BROKEN"
 )
 _RECEIVER_OVER = (
     "PREFILL_DONE RECEIVED ALL_RECEIVED CHECK_FAILED DRAINED DRAINED_SHORT UNKNOWN ABORT ABORT_RUNNING STOP ROOM_LOST "
@@ -74,14 +74,18 @@ _UNREACHABLE: tuple[Group, ...] = (
         "sender QUEUED": "DESTINATION", "sender COMPUTING": "DESTINATION", "sender FLUSHING": "DESTINATION",
         "sender DRAINING": "DESTINATION", "sender BROKEN": "DESTINATION",
     }),
-    ("decode asks prefill to stop on the link that carried its destination, behind it", {
-        "sender AWAITING_DESTINATION": "ABORT_TRANSFER", "sender AWAITING_PAGES": "ABORT_TRANSFER",
-        "sender COMPUTING_AHEAD": "ABORT_TRANSFER", "sender KEPT": "ABORT_TRANSFER",
+    ("decode asks for pages, and prefill to stop, when it has been told that the prompt is computed", {
+        "sender AWAITING_PAGES": "ABORT_TRANSFER", "sender COMPUTING_AHEAD": "ABORT_TRANSFER",
     }),
     ("a room is broken when none of its writes is open any more", {"sender BROKEN": "WRITE_ENDED WRITE_BROKEN"}),
     ("prefill says that it does not know a room to who has sent it a destination or an abort", {
         "receiver AWAITING_PREFILL": "UNKNOWN", "receiver QUEUED": "UNKNOWN", "receiver RUNNING": "UNKNOWN",
         "receiver STOPPING": "UNKNOWN",
+    }),
+    ("decode says that it does not know a room to who has said that it still drains", {
+        "sender AWAITING_PAGES": "UNKNOWN", "sender COMPUTING_AHEAD": "UNKNOWN", "sender KEPT": "UNKNOWN",
+        "sender AWAITING_DESTINATION": "UNKNOWN", "sender QUEUED": "UNKNOWN", "sender COMPUTING": "UNKNOWN",
+        "sender FLUSHING": "UNKNOWN",
     }),
     ("without a destination nothing is written", {"receiver QUEUED": "DRAINED"}),
     ("each rank notifies once, and decode commits with the last of them", {

@@ -33,9 +33,10 @@ class Writes:
         fabric.land_later = self._left_behind  # type: ignore[method-assign]
 
     def _checked(self, batch: Spans, source: tuple[Region, ...], target: tuple[Region, ...]) -> None:
-        writer, owner = self._rank_of(source), self._rank_of(target)
+        writer, owner = self._ledger_of(source), self._ledger_of(target)
         if writer is not None and owner is not None:
-            ours, theirs = self._held(writer, 0), self._held(owner, writer.network.address.incarnation)
+            incarnation = writer[0].network.address.incarnation
+            ours, theirs = self._held(writer[1], 0), self._held(owner[1], incarnation)
             for (kind, item), (_, other) in zip(
                 _items(batch, "source", source), _items(batch, "target", target), strict=True
             ):
@@ -50,9 +51,9 @@ class Writes:
 
     def _landed(self, batch: Spans, data: list[bytes], target: FakeAgent) -> None:
         """What a writer had left behind: its source is gone, and the pages must be leased to it all the same."""
-        regions, owner = target.endpoint.regions, self._rank_of(target.endpoint.regions)
+        regions, owner = target.endpoint.regions, self._ledger_of(target.endpoint.regions)
         if owner is not None:
-            held = self._held(owner, target.writer)
+            held = self._held(owner[1], target.writer)
             for kind, item in _items(batch, "target", regions):
                 if not held[kind].get(item):
                     text = f"a late write touches {kind.value} {item} of its target, which no lease covers"
@@ -72,22 +73,29 @@ class Writes:
             text = f"a write of room {_hex(readers)} touches {kind.value} {other}, leased for room {_hex(writers)}"
             self._findings.add("leased-writes", text)
 
-    def _rank_of(self, regions: tuple[Region, ...]) -> Rank | None:
-        """Whose memory it is; None for a process that has been killed: its memory is nobody's."""
+    def _ledger_of(self, regions: tuple[Region, ...]) -> tuple[Rank, Prefill | Decode] | None:
+        """Whose memory it is, and the leader whose ledger says what its pages are. None where it is nobody's: of a
+        process that has been killed, and of an instance that ends, since none of its pages is used again.
+        """
         for process in self._system.processes.values():
-            actor = process.actor
-            if isinstance(actor, Rank) and actor.engine.regions()[0].base == regions[0].base:
-                return actor
+            rank = process.actor
+            if isinstance(rank, Rank) and rank.engine.regions()[0].base == regions[0].base:
+                leader = self._leader_of(rank)
+                return None if leader is None or leader.ending or rank.ending else (rank, leader)
         return None
 
-    def _held(self, rank: Rank, writer: int) -> Items:
-        """Rooms by item under a lease to `writer` (0: under one of our own, for reading). All ranks of an instance have
-        the pages of its leader's ledger."""
-        process = self._system.processes.get(rank.info.instance)
-        leader = process.actor if process is not None else None
+    def _leader_of(self, rank: Rank) -> Prefill | Decode | None:
+        if isinstance(rank, Prefill | Decode):
+            return rank
+        process, address = self._system.processes.get(rank.info.instance), getattr(rank, "leader", None)
+        if process is None or address is None or process.address.incarnation != address.incarnation:
+            return None
+        return process.actor if isinstance(process.actor, Prefill | Decode) else None
+
+    @staticmethod
+    def _held(leader: Prefill | Decode, writer: int) -> Items:
+        """Rooms by item under a lease to `writer` (0: under one of our own, for reading)."""
         held: Items = {RegionKind.PAGES: {}, RegionKind.ROWS: {}}
-        if not isinstance(leader, Prefill | Decode):
-            return held
         for room in leader.rooms.values():
             holding = room.holding
             if holding is None or holding.lease is None or writer not in holding.lease.writers.values():
