@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import multiprocessing
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 
 import msgspec
 
@@ -65,7 +67,7 @@ def run_scenario(scenario: Scenario, trace: bool = False) -> Report:
         finally:
             report.virtual_s = asyncio.get_running_loop().time()
 
-    with cells.counted():
+    with cells.counted(), _quiet():
         try:
             run(main())
         except Exception as error:  # noqa: BLE001 - a violation like others
@@ -83,6 +85,18 @@ def run_scenario(scenario: Scenario, trace: bool = False) -> Report:
         Violation("cells", f"{cell}: {unreachable[cell]}") for cell in report.cells if cell in unreachable
     ]
     return report
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Processes that are killed and writers that are shut out are no news here."""
+    logger = logging.getLogger("kvferry")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _violation(error: Exception) -> Violation:

@@ -88,6 +88,9 @@ _UNREACHABLE: tuple[Group, ...] = (
         "sender FLUSHING": "UNKNOWN",
     }),
     ("without a destination nothing is written", {"receiver QUEUED": "DRAINED"}),
+    ("a room has agents, to be destroyed, from its admission on", {
+        "receiver AWAITING_PREFILL": "REVOKED", "receiver QUEUED": "REVOKED",
+    }),
     ("each rank notifies once, and decode commits with the last of them", {
         "receiver RUNNING": "RECEIVED DRAINED_SHORT", "receiver STOPPING": "RECEIVED DRAINED_SHORT",
     }),
