@@ -112,6 +112,7 @@ async def test_a_target_killed_in_mid_write_breaks_it_and_its_successor_is_serve
 @pytest.mark.parametrize("transports", ["host"], indirect=True)
 async def test_on_one_host_a_stopped_target_is_written_to_all_the_same(source, start_target, transports, tools):
     process, descriptor = await start_target(transports, 0xB)
+    await source.endpoint.accept(0xC)  # takes the agent that is there: the one that writes is made for this peer
     peer = await source.endpoint.connect(descriptor)
     await warm(source, peer, tools)
     process.send_signal(signal.SIGSTOP)

@@ -76,6 +76,11 @@ def agent_name(incarnation: int, generation: int) -> str:
     return f"kvferry-{incarnation:016x}-{generation}"
 
 
+#: A new agent first connects to itself. One that has a peer before that is done needs the peer's help for its writes
+#: for as long as it lives, also over CMA, so that one to a peer that stands still never ends. 20 turns are enough.
+_FIRST_TURNS = 100
+
+
 class Agent:
     """One of our agents, with all regions registered. Made, driven and deleted on one thread. `metadata` is
     `Descriptor.metadata`.
@@ -88,6 +93,8 @@ class Agent:
         self.generation = generation
         self.name = agent_name(incarnation, generation)
         self.nixl, self._registration, self.metadata = open_agent(self.name, transports, host, regions)
+        for _ in range(_FIRST_TURNS):
+            self.nixl.get_new_notifs()
 
     def notifications(self) -> list[tuple[str, bytes]]:
         """What has come, as (sender's agent, payload). Drives the agent."""

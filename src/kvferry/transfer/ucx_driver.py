@@ -18,6 +18,9 @@ from kvferry.transfer.contract import Descriptor, OnNotify, Proofs, Region, Revo
 from kvferry.transfer.ucx_agent import BACKEND, Agent, add_peer, describe, transport
 from kvferry.transfer.ucx_peer import UcxPeer, UcxWrite
 
+#: Turns that writes get to end by themselves when the endpoint is closed.
+_LAST_TURNS = 64
+
 #: Fast turns after a notification, to carry it off: NIXL does not say when it has left.
 _PARTING_TURNS = 64
 
@@ -90,10 +93,12 @@ class Driver:
                 self._deliver(partial(self._on_notify, sender, payload))
                 progressed = True
         for name, peer in list(self._peers.items()):
-            if peer.busy:
+            if peer.broken:
+                peer.bury()
+            elif peer.busy:
                 progressed |= peer.serve()
                 self._parting = _PARTING_TURNS
-            if peer.broken:
+            if peer.gone:
                 del self._peers[name]
         self._take_commands(0.0 if progressed else self._pause_s())
 
@@ -174,14 +179,17 @@ class Driver:
 
     def _connected(self, descriptor: Descriptor) -> UcxPeer:
         peer = self._peers.get(descriptor.agent)
-        if peer is None or peer.broken:
+        if peer is not None and peer.broken and not peer.gone:
+            raise TransferError(f"{descriptor.agent}: broken, and its last writes have not ended: {peer.broken}")
+        if peer is None or peer.gone:
             agent = self._next_agent()
             try:
                 add_peer(agent.nixl, self._transports, descriptor)
             except TransferError:
                 self._spare = agent
                 raise
-            peer = UcxPeer(descriptor, agent, self._regions, self._batch_bytes, self._now_s, self._deliver)
+            waits = not self._proofs.revoked
+            peer = UcxPeer(descriptor, agent, self._regions, self._batch_bytes, self._now_s, self._deliver, waits)
             self._peers[descriptor.agent] = peer
         elif peer.descriptor != descriptor:
             raise TransferError(f"{descriptor.agent}: connected already, with another descriptor")
@@ -201,8 +209,8 @@ class Driver:
         self._expecting += change
 
     def disconnect(self, peer: UcxPeer, on_done: Callable[[], None]) -> None:
-        peer.destroy("disconnected")
-        if self._peers.get(peer.descriptor.agent) is peer:
+        peer.end("disconnected")
+        if peer.gone and self._peers.get(peer.descriptor.agent) is peer:
             del self._peers[peer.descriptor.agent]
         self._deliver(on_done)
 
@@ -210,6 +218,15 @@ class Driver:
         self._closing = True
 
     def _delete_all(self) -> None:
+        for peer in self._peers.values():
+            peer.end(self._failure)
+        for _ in range(_LAST_TURNS):  # what ends by itself does so now
+            left = [peer for peer in self._peers.values() if not peer.gone]
+            if not left:
+                break
+            for peer in left:
+                peer.agent.notifications()
+                peer.bury()
         for peer in self._peers.values():
             peer.destroy(self._failure)
         for agent in self._receiving.values():

@@ -24,6 +24,9 @@ from kvferry.transfer.ucx_agent import Agent, describe, nixl_errors
 #: Handles under way at a time; each carries a quarter of `batch_bytes`, which keeps single calls short.
 PIECES = 4
 
+#: Turns of an agent after its last handle has ended, before it is deleted.
+_LAST_TURNS = 16
+
 _log = logging.getLogger(__name__)
 
 
@@ -42,7 +45,9 @@ class UcxWrite:
 
 
 class UcxPeer:
-    """`broken` says why, once it is, and that is for good: its agent is gone. A new connection is a new object."""
+    """`broken` says why, once it is, and that is for good: nothing more is posted, and its agent is going, or `gone`. A
+    new connection is a new object. `waits`: posted writes end by themselves, whatever the target does.
+    """
 
     def __init__(
         self,
@@ -52,13 +57,17 @@ class UcxPeer:
         batch_bytes: int,
         now_s: Callable[[], float],
         deliver: Callable[[Callable[[], None]], None],
+        waits: bool,
     ) -> None:
         self._descriptor, self._agent, self._regions = descriptor, agent, regions
         self._piece_bytes = max(1, batch_bytes // PIECES)
         self._now_s, self._deliver = now_s, deliver
         self._errors = nixl_errors()
         self._work: deque[UcxWrite | bytes] = deque()
+        self._waits = waits
         self.broken = ""
+        self.gone = False
+        self._quiet_turns = 0
 
     @property
     def descriptor(self) -> Descriptor:
@@ -73,7 +82,7 @@ class UcxPeer:
         return bool(self._work)
 
     def write(self, write: UcxWrite) -> None:
-        if self.broken:
+        if self.gone:
             self._end(write, WriteOutcome.BROKEN, self.broken)
         else:
             self._work.append(write)
@@ -93,34 +102,62 @@ class UcxPeer:
 
     def serve(self) -> bool:
         """One turn: reap, post one piece, end. True when anything moved. Call it while `busy`."""
-        first = self._work[0]
         try:
-            if isinstance(first, bytes):
-                self._agent.nixl.send_notif(self._descriptor.agent, first)
-                self._work.popleft()
-                return True
-            if first.pieces is None:
-                first.pieces = deque(split(first.spans, self._piece_bytes))
-            moved = self._reap(first)
-            if first.pieces and not first.cancelled and len(first.posted) < PIECES:
-                self._post(first, first.pieces.popleft())
-                moved = True
+            return self._served()
         except self._errors as error:
             why = describe(error)
-            _log.warning("%s: peer %s is broken: %s", self._agent.name, self._descriptor.agent, why)
-            self.destroy(why)
+        # Outside of the handler: the error's traceback holds handles, and each of them holds the agent.
+        _log.warning("%s: peer %s is broken: %s", self._agent.name, self._descriptor.agent, why)
+        self.end(why)
+        return True
+
+    def _served(self) -> bool:
+        first = self._work[0]
+        if isinstance(first, bytes):
+            self._agent.nixl.send_notif(self._descriptor.agent, first)
+            self._work.popleft()
             return True
+        if first.pieces is None:
+            first.pieces = deque(split(first.spans, self._piece_bytes))
+        moved = self._reap(first)
+        if first.pieces and not first.cancelled and len(first.posted) < PIECES:
+            self._post(first, first.pieces.popleft())
+            moved = True
         if not first.posted and (first.cancelled or not first.pieces):
             self._work.popleft()
             self._end(first, WriteOutcome.CANCELLED if first.pieces else WriteOutcome.FLUSHED)
             return True
         return moved
 
+    def end(self, why: str) -> None:
+        """Post nothing more. The agent goes at once where it is what ends the writes; or when they have ended."""
+        self.broken = self.broken or why
+        if not self.gone:
+            self.bury()
+
+    def bury(self) -> bool:
+        """Call it every turn once it is broken, until it is True: the agent is gone, and the writes have been told.
+
+        Where a writer needs nobody's help, its handles end soon, each by itself. One that has raised may have left
+        parts of itself behind, which the next turns of the agent end; deleting it before that aborts the process (UCX
+        1.23: an assertion about what is pending at a CMA endpoint). Elsewhere a write whose target stands still would
+        never end, and deleting the agent is what ends it.
+        """
+        for work in self._work:
+            if isinstance(work, UcxWrite):
+                self._settle(work)
+        under_way = any(isinstance(work, UcxWrite) and work.posted for work in self._work)
+        self._quiet_turns = 0 if under_way else self._quiet_turns + 1
+        if self._waits and self._quiet_turns <= _LAST_TURNS:
+            return False
+        self.destroy(self.broken)
+        return True
+
     def destroy(self, why: str) -> None:
         """Delete the agent, which ends whatever is under way; only then are the writes told."""
-        if self.broken:
+        if self.gone:
             return
-        self.broken = why
+        self.gone, self.broken = True, self.broken or why
         for work in self._work:
             while isinstance(work, UcxWrite) and work.posted:
                 self._release(work.posted.popleft()[0])
@@ -129,6 +166,18 @@ class UcxPeer:
             work = self._work.popleft()
             if isinstance(work, UcxWrite):
                 self._end(work, WriteOutcome.BROKEN, why)
+
+    def _settle(self, write: UcxWrite) -> None:
+        """Release what has ended of a broken peer's write, well or not."""
+        for handle, size_bytes in list(write.posted):
+            try:
+                ended = self._agent.nixl.check_xfer_state(handle) == "DONE"
+                write.flushed_bytes += size_bytes if ended else 0
+            except self._errors:
+                ended = True
+            if ended:
+                write.posted.remove((handle, size_bytes))
+                self._release(handle)
 
     def _post(self, write: UcxWrite, piece: Spans) -> None:
         size_bytes = total_bytes(piece)
