@@ -24,7 +24,6 @@ _RECEIVER_OVER = (
 _UNREACHABLE: tuple[Group, ...] = (
     ("the links let go of a session in the call in which it ends", {"link OVER": _ALL_LINK}),
     ("the links hand a session the frames of its own id only", {"link CONNECTING": "STRAY", "link OPEN": "STRAY"}),
-    ("of two processes one dials the other, never both", {"link CONNECTING": "LOWER_HELLO HIGHER_HELLO"}),
     ("the machine fires what is internal in the states that it is for", {
         "room OPENING_DECODE": "LEGS_ENDED", "room BOOTSTRAPPED": "LEGS_ENDED", "room AWAITING_INPUT": "LEGS_ENDED",
         "room TRANSFERRING": "LEGS_ENDED", "room SETTLING": "LEGS_ENDED", "room SUCCEEDED": "LEGS_ENDED",
@@ -102,6 +101,8 @@ _UNREACHABLE: tuple[Group, ...] = (
 
 #: What can happen, but hardly ever: counted, not required.
 _SELDOM: tuple[Group, ...] = (
+    ("both ends dial only when their link was lost and each still has something to say: decode its question, "
+     "a rank of prefill its ack", {"link CONNECTING": "LOWER_HELLO HIGHER_HELLO"}),
     ("the router forgets a room when it has ended: only what came in the same turn still reaches it", {
         "room SUCCEEDED": "PROGRESS SENDING PREFILL_DONE DRAINED COMMITTED PREFILL_LOST PREFILL_STOPPED DECODE_LOST "
                           "DECODE_STOPPED ABORT_REQUESTED EXPIRED",
