@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.transfer.contract import SPAN_DTYPE, Region, RegionKind, TransferError
-from kvferry.transfer.plan import has_writes, pair, plan_pages, plan_row, required_acks, split, total_bytes
-from kvferry.transfer.spans import check_spans, make_spans, no_spans
+from kvferry.transfer.plan import pair, plan_pages, plan_row, split, total_bytes
+from kvferry.transfer.spans import check_spans, make_spans
 
 GAP = 13  # bytes between regions, so that no two touch
 
@@ -104,12 +104,7 @@ def test_runs_contiguous_on_both_sides_merge():
 def test_no_pages_no_spans():
     regions = side(range(2), [4], 10).regions
     spans = plan_pages(pair(regions, regions), [], [])
-    assert spans.dtype == SPAN_DTYPE and not has_writes(spans) and split(spans, 5) == []
-
-
-def test_required_acks_are_the_ranks_with_a_write():
-    one = make_spans(0, 0, 0, 0, [1])
-    assert required_acks({2: one, 0: no_spans(), 1: one}) == (1, 2)
+    assert spans.dtype == SPAN_DTYPE and len(spans) == 0 and split(spans, 5) == []
 
 
 def test_a_span_above_the_bound_is_cut_and_smaller_ones_stay_whole():

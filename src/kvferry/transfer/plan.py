@@ -17,8 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from kvferry.transfer.contract import Region, RegionKind, Spans, TransferError
 from kvferry.transfer.spans import make_spans, split, total_bytes
 
-__all__ = ["PairedRegions", "Pairing", "has_writes", "pair", "pair_common", "plan_pages", "plan_row", "required_acks",
-           "split", "total_bytes"]  # fmt: skip
+__all__ = ["PairedRegions", "Pairing", "pair", "pair_common", "plan_pages", "plan_row", "split", "total_bytes"]
 
 _Place = tuple[str, int]
 #: What regions hold: (kind, part, layer, first head, heads).
@@ -121,15 +120,6 @@ def plan_row(pairing: Pairing, part: str, source_slot: int, target_slot: int) ->
         target_offset=regions.item_bytes * target_slot,
         length=regions.item_bytes,
     )
-
-
-def has_writes(spans: Spans) -> bool:
-    return len(spans) > 0
-
-
-def required_acks(plans: Mapping[int, Spans]) -> tuple[int, ...]:
-    """The source ranks, ascending, with at least one write in their plan: who must ack before pages are free."""
-    return tuple(sorted(rank for rank, spans in plans.items() if has_writes(spans)))
 
 
 def _content(region: Region) -> tuple[RegionKind, str, int, int, int]:
