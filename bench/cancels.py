@@ -29,11 +29,14 @@ GIVE_UP_S = 30.0
 
 @dataclass(frozen=True)
 class Cancel:
-    """One; `took_s` from the client's leaving until the status was at baseline, or told why pages are quarantined."""
+    """One; `took_s` from the client's leaving until the status was at baseline, or told why pages are quarantined.
+    `waited_for`: what was still there when that was last not so.
+    """
 
     phase: str
     took_s: float
     account: Account
+    waited_for: str = ""
 
 
 @dataclass(frozen=True)
@@ -106,29 +109,39 @@ async def _cancel(http: httpx.AsyncClient, body: dict[str, Any], moment: Moment)
     left_s = time.monotonic()
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
-    status, found, at_s = await _explained(http, left_s)
+    status, found, at_s, waited_for = await _explained(http, left_s)
     phase = _phase(before, _ended(status))
     await _baseline(http)
-    return Cancel(phase, at_s - left_s, found)
+    return Cancel(phase, at_s - left_s, found, waited_for)
 
 
-async def _explained(http: httpx.AsyncClient, left_s: float) -> tuple[dict[str, Any], Account, float]:
+async def _explained(http: httpx.AsyncClient, left_s: float) -> tuple[dict[str, Any], Account, float, str]:
     """Look until everything is accounted for and stays so for `STAYS_S`: a request that the server has only just read
-    has no room yet. With it, the time at which it began to be so.
+    has no room yet. With it, the time at which it began to be so, and what was there before.
     """
     since_s: float | None = None
+    left = ""
     while True:
         status = await _status(http)
         found, now_s = account(status), time.monotonic()
         if not found.explained:
-            since_s = None
+            since_s, left = None, _left(status)
             if now_s - left_s > GIVE_UP_S:
                 raise TimeoutError(f"not at baseline {GIVE_UP_S} s after a cancel: {found}; {status}")
         elif since_s is None:
             since_s = now_s
         elif now_s - since_s >= STAYS_S:
-            return status, found, since_s
+            return status, found, since_s, left
         await asyncio.sleep(LOOK_S)
+
+
+def _left(status: dict[str, Any]) -> str:
+    """Who has rooms, and how many; the rest of it in one line."""
+    held = [
+        f"{row['id']} {row['queues']['rooms']}" for row in status["instances"] if row.get("queues", {}).get("rooms")
+    ]
+    found = {"requests": status["requests_live"], "rooms of routers": status["rooms_live"]}
+    return ", ".join([f"{name} {number}" for name, number in found.items() if number] + held)
 
 
 async def _baseline(http: httpx.AsyncClient) -> None:

@@ -164,7 +164,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="how long it lasts (%(default)s)")
     parser.add_argument("--every", type=float, default=20.0, help="seconds from one fault to the next (%(default)s)")
-    parser.add_argument("--rate", type=float, default=1.1, help="clients that come per second (%(default)s)")
+    parser.add_argument("--rate", type=float, default=0.9, help="clients that come per second (%(default)s)")
     parser.add_argument("--clients", type=int, default=16, help="and how many may be there at a time (%(default)s)")
     parser.add_argument("--cancels", type=int, default=200, help="cancels afterwards (%(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of what is random here (%(default)s)")

@@ -74,6 +74,7 @@ def figures(storm: Storm) -> dict[str, Any]:
         "cancels": len(took_s),
         "cancel_p50_s": round(percentile(took_s, 0.5), 3),
         "cancel_p99_s": round(percentile(took_s, 0.99), 3),
+        "cancels_slowest": [f"{cancel.took_s:.2f} s: {cancel.phase}; {cancel.waited_for}" for cancel in slowest(storm)],
         "cancels_by_phase": dict(Counter(cancel.phase for cancel in storm.cancels)),
     }
     wanted = REQUESTS_PER_MINUTE * storm.lasted_s / 60
@@ -117,6 +118,11 @@ def show(storm: Storm, numbers: dict[str, Any]) -> None:
 def verdicts(storm: Storm) -> list[tuple[str, int]]:
     count = Counter(request.verdict for request in storm.requests)
     return [(verdict, count[verdict]) for verdict in ("right", "tie", "left", "error", "wrong", "lost")]
+
+
+def slowest(storm: Storm) -> list[Cancel]:
+    """The five cancels that took longest: what they waited for shows where."""
+    return sorted(storm.cancels, key=lambda cancel: -cancel.took_s)[:5]
 
 
 def cancel_rows(storm: Storm) -> list[list[str]]:
