@@ -44,7 +44,7 @@ class Tick:
 
 @dataclass(frozen=True)
 class Crash:
-    """A spawned task failed in a way that nobody expected."""
+    """A spawned task or the links failed in a way that nobody expected."""
 
     error: Exception
 
@@ -64,7 +64,7 @@ class Actor:
         self.clock = clock
         self.counts: Counter[str] = Counter()
         self._mailbox: Mailbox[Any] = Mailbox(mailbox)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Future[None]] = set()
         self._ticking: Timer | None = None
         self._is_slow = False  # the next tick is that of an idle actor
         self._on_message: dict[type[Message], Callable[[Address, Any], None]] = {}
@@ -82,6 +82,9 @@ class Actor:
 
     def on_exited(self, peer: Address) -> None:
         self._mailbox.put(PeerExited(peer))
+
+    def on_failure(self, error: Exception) -> None:
+        self._mailbox.put(Crash(error))
 
     # --- the actor's own task ---
 
@@ -152,15 +155,16 @@ class Actor:
     def spawn(self, work: Awaitable[None]) -> None:
         """Run something beside the actor's task; it reports back through the mailbox. If it fails, the actor does."""
 
-        async def guarded() -> None:
-            try:
-                await work
-            except Exception as error:  # noqa: BLE001 - handed to the actor's own task, which raises it
-                self._mailbox.put(Crash(error))
-
-        task = asyncio.get_running_loop().create_task(guarded())
+        # The task runs `work` itself, with nothing around it: so cancelling ends it even before its first step.
+        task = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._spawned_ended)
+
+    def _spawned_ended(self, task: asyncio.Future[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Exception):
+            self._mailbox.put(Crash(error))
 
     def _set_tick(self) -> None:
         if self._ticking is not None:

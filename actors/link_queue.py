@@ -42,16 +42,26 @@ class Exited:
     """The kernel says that the process has ended."""
 
 
+@dataclass(frozen=True)
+class Failure:
+    """The link's timer has failed in a way that nobody expected."""
+
+    error: Exception
+
+
+Event = Up | Delivered | Lost | Exited | Failure
+
+
 class LinkQueue:
     """`on_full(link)` is called when the handler could not take a message of that link."""
 
     def __init__(self, counts: Counter[str], complain: Complaints, on_full: Callable[[Link], None]) -> None:
         self.handler: LinkHandler | None = None
         self._counts, self._complain, self._on_full = counts, complain, on_full
-        self._events: deque[tuple[Up | Delivered | Lost | Exited, Address, Link | None]] = deque()
+        self._events: deque[tuple[Event, Address, Link | None]] = deque()
         self._scheduled = False
 
-    def put(self, event: Up | Delivered | Lost | Exited, peer: Address, link: Link | None) -> None:
+    def put(self, event: Event, peer: Address, link: Link | None) -> None:
         self._events.append((event, peer, link))
         self._schedule()
 
@@ -70,7 +80,7 @@ class LinkQueue:
             self._scheduled = True
             asyncio.get_running_loop().call_soon(self.drain)
 
-    def _hand_over(self, event: Up | Delivered | Lost | Exited, peer: Address, link: Link | None) -> None:
+    def _hand_over(self, event: Event, peer: Address, link: Link | None) -> None:
         assert self.handler is not None
         if isinstance(event, Up):
             self.handler.on_link_up(peer)
@@ -78,6 +88,8 @@ class LinkQueue:
             self.handler.on_link_lost(peer, LostReason(event.ending.value))
         elif isinstance(event, Exited):
             self.handler.on_exited(peer)
+        elif isinstance(event, Failure):
+            self.handler.on_failure(event.error)
         elif link is not None and not link.dropped:
             self._deliver(link, event.payload, self.handler)
 

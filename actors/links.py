@@ -18,7 +18,7 @@ from collections import Counter
 from kvferry.actors.carrier import Carrier, Path, PidWatch
 from kvferry.actors.complaints import Complaints
 from kvferry.actors.exits import Exits
-from kvferry.actors.link_queue import Exited, Link, LinkQueue
+from kvferry.actors.link_queue import Exited, Failure, Link, LinkQueue
 from kvferry.actors.ports import Clock, LinkHandler, Random, Timer
 from kvferry.actors.settings import LinkSettings
 from kvferry.protocol.address import Address
@@ -354,14 +354,15 @@ class LinkLayer:
         self._timer, self._timer_at_s = None, math.inf
         now_s = self._clock.now_s()
         self._exits.look_again()
-        try:
-            for link in [link for link in self._links.values() if link.due_s <= now_s]:
-                link.due_s = math.inf  # until it is planned again, when what it has to say is sent
+        for link in [link for link in self._links.values() if link.due_s <= now_s]:
+            link.due_s = math.inf  # until it is planned again, when what it has to say is sent
+            try:
                 self._tick(link, now_s)
-        finally:  # whatever one link's timer comes to, those of the others go on
-            next_s = min((link.due_s for link in self._links.values()), default=math.inf)
-            if next_s < self._timer_at_s:
-                self._set_timer(next_s)
+            except Exception as error:  # noqa: BLE001 - the actor's to raise; the timers of the others go on
+                self._queue.put(Failure(error), link.peer, link)
+        next_s = min((link.due_s for link in self._links.values()), default=math.inf)
+        if next_s < self._timer_at_s:
+            self._set_timer(next_s)
 
     def _tick(self, link: Link, now_s: float) -> None:
         if link.refused_at_s is not None and now_s >= link.refused_at_s:

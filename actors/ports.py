@@ -49,13 +49,15 @@ class LinkHandler(Protocol):
 
     `on_message` returns False when the mailbox is full: the session then ends with OVERFLOW at both sides.
     `on_link_lost` comes once per session. `on_exited` comes at most once per incarnation, only for a peer on this
-    host, and is proof that the process has ended; it may come long after `on_link_lost`.
+    host, and is proof that the process has ended; it may come long after `on_link_lost`. `on_failure`: the links have
+    met an error that nobody expected; they go on, as far as they can.
     """
 
     def on_link_up(self, peer: Address) -> None: ...
     def on_message(self, peer: Address, message: Message) -> bool: ...
     def on_link_lost(self, peer: Address, reason: LostReason) -> None: ...
     def on_exited(self, peer: Address) -> None: ...
+    def on_failure(self, error: Exception) -> None: ...
 
 
 class Network(Protocol):

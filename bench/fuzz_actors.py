@@ -49,6 +49,7 @@ class Member:
         self.heard[f"link lost: {reason.value}"] += 1
 
     def on_exited(self, peer: Address) -> None: ...
+    def on_failure(self, error: Exception) -> None: ...
 
     def on_message(self, peer: Address, message: Message) -> bool:
         self.heard[type(message).__name__] += 1

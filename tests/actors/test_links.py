@@ -54,6 +54,9 @@ class Recorder:
     def on_exited(self, peer: Address) -> None:
         self._note("exited", peer.name)
 
+    def on_failure(self, error: Exception) -> None:
+        self._note("failure", error)
+
     @property
     def messages(self) -> list[Message]:
         return [what for kind, what in self.log if kind == "message"]
@@ -526,6 +529,29 @@ def test_a_handler_that_raises_does_not_stop_the_links() -> None:
         await asyncio.sleep(0.5)
         assert reported == ["a mistake of the actor"]
         assert rb.messages == stops(3)[1:]
+
+    run(main())
+
+
+def test_a_timer_that_fails_is_told_and_those_of_the_other_links_go_on() -> None:
+    async def main() -> None:
+        sim = SimNetwork(12)
+        a, b, c = (sim.open(name, SETTINGS) for name in "abc")
+        ra = Recorder()
+        for layer, recorder in ((a, ra), (b, Recorder()), (c, Recorder())):
+            await layer.start(recorder)
+        for layer in (b, c):
+            a.dial(layer.address)
+        await ra.until(lambda: ra.kinds() == ["up", "up"])
+        mistake = ArithmeticError("a mistake of the session")
+
+        def broken(now_s: float) -> None:
+            raise mistake
+
+        a._links[b.address.incarnation].session.tick = broken  # type: ignore[method-assign]
+        sim.cut(a.address, c.address)
+        assert await ra.until_lost() is LostReason.SILENT
+        assert ("failure", mistake) in ra.log and not a.is_up(c.address.incarnation)
 
     run(main())
 

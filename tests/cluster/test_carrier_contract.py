@@ -46,6 +46,7 @@ class Echo:
     def on_message(self, peer, message): return self.network.send(peer.incarnation, message)
     def on_link_lost(self, peer, reason): pass
     def on_exited(self, peer): pass
+    def on_failure(self, error): raise error
 
 async def main():
     echo = Echo()
@@ -93,6 +94,9 @@ class Recorder:
 
     def on_exited(self, peer: Address) -> None:
         self.log.put_nowait("exited")
+
+    def on_failure(self, error: Exception) -> None:
+        self.log.put_nowait(error)
 
     async def next(self) -> object:
         return await asyncio.wait_for(self.log.get(), 30.0)
@@ -158,6 +162,7 @@ class EchoActor:
     def on_link_up(self, peer: Address) -> None: ...
     def on_link_lost(self, peer: Address, reason: LostReason) -> None: ...
     def on_exited(self, peer: Address) -> None: ...
+    def on_failure(self, error: Exception) -> None: ...
 
     def on_message(self, peer: Address, message: Message) -> bool:
         assert self._network is not None

@@ -235,6 +235,7 @@ async def test_case_13_over_links_only_members_register_and_only_themselves() ->
             self.said.append(reason)
 
         def on_exited(self, peer: Address) -> None: ...
+        def on_failure(self, error: Exception) -> None: ...
 
     async def joined(name: str, secret: Secret) -> tuple[LinkLayer, Told]:
         network = await open_network(name, "127.0.0.1", settings, clock, random, secret)

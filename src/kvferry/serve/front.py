@@ -233,6 +233,9 @@ class Front:
     def on_exited(self, peer: Address) -> None:
         self._peer_lost(peer, "is lost: its process has ended")
 
+    def on_failure(self, error: Exception) -> None:
+        raise error  # the loop's handler logs it
+
     def _batch_came(self, peer: Address, batch: TokenBatch) -> None:
         unwanted: set[tuple[int, int, int]] = set()
         for token in batch.tokens:

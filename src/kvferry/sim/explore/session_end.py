@@ -96,6 +96,9 @@ class End:
     def on_exited(self, peer: Address) -> None:
         raise AssertionError("nobody watches processes here")
 
+    def on_failure(self, error: Exception) -> None:
+        raise error
+
     def on_message(self, peer: Address, message: Message) -> bool:
         assert isinstance(message, UnknownRoom)
         session, number = divmod(message.room, _NUMBERS)
