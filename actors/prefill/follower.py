@@ -15,6 +15,7 @@ from kvferry.actors.parts import Parts
 from kvferry.actors.ports import LostReason
 from kvferry.actors.prefill.data_plane import Connected, DataPlane, WriteEnded
 from kvferry.actors.prefill.sending import Sending, SpanPlanner
+from kvferry.actors.prefill.writer import WritingRank
 from kvferry.actors.ranks.follower import Follower
 from kvferry.protocol import sender
 from kvferry.protocol.address import Address
@@ -59,7 +60,7 @@ class SliceRoom:
         return self.sending.room
 
 
-class PrefillFollower(Follower):
+class PrefillFollower(WritingRank, Follower):
     """`rooms` are those that it writes for. `asking`: rooms that are not here, with those who wait to hear so until the
     leader has confirmed it.
     """
@@ -89,15 +90,6 @@ class PrefillFollower(Follower):
                 do(message)
 
         return handler
-
-    def receive(self, item: Any) -> None:
-        match item:
-            case Connected():
-                self._connected(item)
-            case WriteEnded():
-                self._write_ended(item)
-            case _:
-                super().receive(item)
 
     # --- the leader's orders ---
 

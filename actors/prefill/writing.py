@@ -5,14 +5,13 @@ Not here: which prompts are computed, and when (prefill.py).
 
 from __future__ import annotations
 
-from typing import Any
-
 from kvferry.actors.leader import Leader
 from kvferry.actors.parts import Parts
 from kvferry.actors.ports import LostReason
 from kvferry.actors.prefill.data_plane import Connected, WriteEnded
 from kvferry.actors.prefill.room import PrefillRoom
 from kvferry.actors.prefill.source_ranks import SourceRanks
+from kvferry.actors.prefill.writer import WritingRank
 from kvferry.memory.proof import NeverGiven, Quiescent, Quiet, Stepped
 from kvferry.protocol.address import Address
 from kvferry.protocol.clocks import Wait
@@ -24,7 +23,7 @@ from kvferry.protocol.sender import SenderEvent, SenderState
 from kvferry.transfer.contract import TransferError, WriteOutcome
 
 
-class Writing(Leader[PrefillRoom]):
+class Writing(WritingRank, Leader[PrefillRoom]):
     """Base of `Prefill`. `act` carries out the machine's commands."""
 
     role = "prefill"
@@ -41,15 +40,6 @@ class Writing(Leader[PrefillRoom]):
             ConfirmAbort: self._confirm_abort, AbortTransfer: self._abort_transfer, Reconcile: self._reconcile,
             UnknownRoom: self._unknown,
         }  # fmt: skip
-
-    def receive(self, item: Any) -> None:
-        match item:
-            case Connected():
-                self._connected(item)
-            case WriteEnded():
-                self._write_ended(item)
-            case _:
-                super().receive(item)
 
     def tick(self, now_s: float) -> None:
         if self.ending:

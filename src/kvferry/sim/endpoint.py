@@ -15,14 +15,13 @@ from typing import Any
 
 from kvferry.actors.inbox import Inbox
 from kvferry.sim.network import SimCarrier
+from kvferry.transfer.around import AroundEndpoint
 from kvferry.transfer.contract import (
     Descriptor,
     Endpoint,
     Peer,
-    Proofs,
     Region,
     RegionKind,
-    Revoked,
     Spans,
     TransferError,
     WriteHandle,
@@ -79,14 +78,15 @@ class LateWrite:
             self.on_end(result)
 
 
-class SimEndpoint:
+class SimEndpoint(AroundEndpoint):
     """`kvferry.transfer.contract.Endpoint`. `late_s` says how late the next write lands, `refuses` that nobody can be
     connected to, `breaks` that writes fail on their way, `garbles` that metadata rows are damaged there. `open` has the
     writes that have not ended.
     """
 
     def __init__(self, inner: Endpoint, process: SimCarrier, incarnation: int) -> None:
-        self.inner, self._process, self._incarnation = inner, process, incarnation
+        super().__init__(inner)
+        self._process, self._incarnation = process, incarnation
         self.late_s: Callable[[], float] | None = None
         self.refuses = self.breaks = self.garbles = False
         self.open: dict[int, OpenWrite] = {}
@@ -96,28 +96,10 @@ class SimEndpoint:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    @property
-    def backend(self) -> str:
-        return self.inner.backend
-
-    @property
-    def proofs(self) -> Proofs:
-        return self.inner.proofs
-
-    @property
-    def regions(self) -> tuple[Region, ...]:
-        return self.inner.regions
-
-    async def accept(self, writer: int) -> Descriptor:
-        return await self.inner.accept(writer)
-
-    async def revoke(self, writer: int) -> Revoked | None:
-        return await self.inner.revoke(writer)
-
     async def connect(self, descriptor: Descriptor) -> Peer:
         if self.refuses:
             raise TransferError(f"{descriptor.agent}: refused by chaos")
-        return await self.inner.connect(descriptor)
+        return await super().connect(descriptor)
 
     def write(self, peer: Peer, spans: Spans, on_end: Callable[[WriteResult], None]) -> WriteHandle:
         regions, theirs = self.inner.regions, peer.descriptor
@@ -145,26 +127,20 @@ class SimEndpoint:
         )  # fmt: skip
         return handle
 
-    def notify(self, peer: Peer, payload: bytes) -> None:
-        self.inner.notify(peer, payload)
-
     def cancel(self, handle: WriteHandle) -> None:
         if not isinstance(handle, LateWrite):
             self.inner.cancel(handle)
         elif handle.inner is not None:
             self.inner.cancel(handle.inner)
 
-    def expect(self, change: int) -> None:
-        self.inner.expect(change)
-
     async def disconnect(self, peer: Peer) -> None:
         self._drop(peer.descriptor.agent)
-        await self.inner.disconnect(peer)
+        await super().disconnect(peer)
 
     async def close(self) -> None:
         for agent in list(self._lanes):
             self._drop(agent)
-        await self.inner.close()
+        await super().close()
 
     def _lane(self, peer: Peer) -> Lane[LateWrite]:
         agent = peer.descriptor.agent

@@ -17,13 +17,10 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
+from kvferry.transfer.around import AroundEndpoint
 from kvferry.transfer.contract import (
-    Descriptor,
     Endpoint,
     Peer,
-    Proofs,
-    Region,
-    Revoked,
     Spans,
     TransferError,
     WriteHandle,
@@ -95,7 +92,7 @@ class HeldWrite:
         self._on_end(result)
 
 
-class FaultyEndpoint:
+class FaultyEndpoint(AroundEndpoint):
     """`Endpoint` around another one.
 
     Each write is held for `delay_s`. After `stall_after` writes (-1: never) one stalls before it is posted, until
@@ -115,7 +112,7 @@ class FaultyEndpoint:
         late_after_abort_s: float = 0.0,
         cancel_ends: bool = True,
     ) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._delay_s = delay_s
         self._stall_after = stall_after
         self._sleep = sleep
@@ -128,14 +125,6 @@ class FaultyEndpoint:
         self._closed = False
 
     @property
-    def backend(self) -> str:
-        return self._inner.backend
-
-    @property
-    def proofs(self) -> Proofs:
-        return self._inner.proofs
-
-    @property
     def stalled(self) -> int:
         """Writes that wait for `release_stalled`, or will when their delay is over."""
         return len(self._stalled())
@@ -145,22 +134,9 @@ class FaultyEndpoint:
         """Writes that were cancelled and will be passed on all the same."""
         return len(self._late)
 
-    @property
-    def regions(self) -> tuple[Region, ...]:
-        return self._inner.regions
-
-    async def accept(self, writer: int) -> Descriptor:
-        return await self._inner.accept(writer)
-
-    async def revoke(self, writer: int) -> Revoked | None:
-        return await self._inner.revoke(writer)
-
-    async def connect(self, descriptor: Descriptor) -> Peer:
-        return await self._inner.connect(descriptor)
-
     def write(self, peer: Peer, spans: Spans, on_end: Callable[[WriteResult], None]) -> WriteHandle:
         self._check_open()
-        check_spans(spans, self._inner.regions, peer.descriptor.regions)
+        check_spans(spans, self.inner.regions, peer.descriptor.regions)
         held = HeldWrite(peer, spans, on_end, stalls=self._issued == self._stall_after)
         self._issued += 1
         self._lane(peer).put(held)
@@ -175,14 +151,11 @@ class FaultyEndpoint:
             raise TransferError(f"{self.backend}: {handle!r} is not a write of this endpoint")
         handle.cancelled = True
         if handle.inner is not None:
-            self._inner.cancel(handle.inner)
+            self.inner.cancel(handle.inner)
         elif self._late_s > 0:
             self._write_late(handle)
         elif self._cancel_ends or not handle.stalls:
             self._end(handle, WriteOutcome.CANCELLED)
-
-    def expect(self, change: int) -> None:
-        self._inner.expect(change)
 
     def release_stalled(self) -> None:
         """What stalls goes on: posted, or ended if it has been cancelled."""
@@ -193,13 +166,13 @@ class FaultyEndpoint:
     async def disconnect(self, peer: Peer) -> None:
         self._check_open()
         self._drop(peer, "disconnected")
-        await self._inner.disconnect(peer)
+        await super().disconnect(peer)
 
     async def close(self) -> None:
         self._closed = True
         for peer in list(self._lanes):
             self._drop(peer, "the endpoint is closed")
-        await self._inner.close()
+        await super().close()
         await asyncio.sleep(0)  # `on_end` of what just ended, before this returns
 
     def _lane(self, peer: Peer) -> Lane[HeldWrite | bytes]:
@@ -214,7 +187,7 @@ class FaultyEndpoint:
     async def _pass_on(self, peer: Peer, work: HeldWrite | bytes) -> None:
         if isinstance(work, bytes):
             try:
-                self._inner.notify(peer, work)
+                self.inner.notify(peer, work)
             except TransferError as error:  # the endpoint has ended meanwhile, and notifications with it
                 _log.info("a notification was dropped: %s", error)
             return
@@ -233,7 +206,7 @@ class FaultyEndpoint:
 
     def _issue(self, work: HeldWrite) -> None:
         try:
-            work.inner = self._inner.write(work.peer, work.spans, work.end)
+            work.inner = self.inner.write(work.peer, work.spans, work.end)
         except TransferError as error:
             self._end(work, WriteOutcome.BROKEN, str(error))
 
