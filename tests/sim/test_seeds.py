@@ -15,6 +15,7 @@ import pytest
 from kvferry.cli import main
 from kvferry.memory.ledger import PageLedger
 from kvferry.protocol.machine import Machine
+from kvferry.protocol.sender import SenderEvent, SenderMachine, SenderState
 from kvferry.sim import seeds
 from kvferry.sim.chaos import WEIGHTS
 from kvferry.sim.coverage import TABLES, Cells, all_cells
@@ -71,11 +72,21 @@ def test_a_trace_does_not_change_the_run_and_tells_of_rooms_links_and_faults() -
 
 
 def test_counting_stands_in_front_of_machines_only_while_it_counts() -> None:
-    before = Machine._apply
+    before = Machine.__init__, Machine._apply
     cells = Cells()
     with cells.counted():
-        assert Machine._apply is not before
-    assert Machine._apply is before
+        assert Machine.__init__ is not before[0] and Machine._apply is not before[1]
+    assert (Machine.__init__, Machine._apply) == before
+
+
+def test_who_waits_for_a_state_is_told_once_whether_a_machine_comes_to_it_or_begins_in_it() -> None:
+    cells, told = Cells(), list[Machine[Any, Any]]()
+    with cells.counted():
+        cells.when_entered(SenderState.AWAITING_DESTINATION, told.append)
+        first, _second = SenderMachine(), SenderMachine()
+        cells.when_entered(SenderState.QUEUED, told.append)
+        first.handle(SenderEvent.DESTINATION)
+    assert told == [first, first]
 
 
 def test_several_processes_give_the_same_sums_as_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,7 @@ class Cells:
         self._waiting: dict[Enum, list[Entered]] = {}
 
     def when_entered(self, state: Enum, tell: Entered) -> None:
-        """Tell it once, in the turn of the machine."""
+        """Tell it once, in the turn of the machine; also of a machine that begins in that state."""
         self._waiting.setdefault(state, []).append(tell)
 
     def forget(self, state: Enum, tell: Entered) -> None:
@@ -65,8 +65,13 @@ class Cells:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Stand in front of every machine's step."""
-        apply, counts, waiting = Machine._apply, self._counts, self._waiting
+        """Stand in front of every machine's making and its steps."""
+        make, apply, counts, waiting = Machine.__init__, Machine._apply, self._counts, self._waiting
+
+        def made(machine: Machine[Any, Any], state: Enum) -> None:
+            make(machine, state)
+            for tell in waiting.pop(state, ()):
+                tell(machine)
 
         def step(machine: Machine[Any, Any], event: Enum, payload: dict[str, Any]) -> None:
             before = machine.state
@@ -76,11 +81,11 @@ class Cells:
                 for tell in waiting.pop(machine.state):
                     tell(machine)
 
-        Machine._apply = step  # type: ignore[method-assign, assignment]
+        Machine.__init__, Machine._apply = made, step  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
-            Machine._apply = apply  # type: ignore[method-assign]
+            Machine.__init__, Machine._apply = make, apply  # type: ignore[method-assign]
 
     def by_name(self) -> Counter[str]:
         return Counter({cell_name(state, event): count for (state, event), count in self._counts.items()})

@@ -66,6 +66,9 @@ _UNREACHABLE: tuple[Group, ...] = (
     ("prefill has delivered before decode commits, and what is delivered does not fail", {
         "room COMMITTED": "PREFILL_FAILED", "room SUCCEEDED": "PREFILL_FAILED",
     }),
+    ("a link keeps the order: prefill says that it has delivered before it says that it does not know the room", {
+        "room COMMITTED": "PREFILL_STOPPED",
+    }),
     ("decode reports no failure of what it has committed", {
         "room COMMITTED": "DECODE_FAILED", "room SUCCEEDED": "DECODE_FAILED",
     }),
@@ -114,6 +117,8 @@ _SELDOM: tuple[Group, ...] = (
         "receiver AWAITING_PREFILL": "PREFILL_EXITED", "receiver QUEUED": "PREFILL_EXITED",
         "receiver RECEIVING": "PREFILL_EXITED",
     }),
+    ("decode asks about a room on a new session; its proof must come before the answer, though as a rule it has had it "
+     "since it lost the old one, or gets it in the answer", {"sender DRAINING": "UNKNOWN"}),
     ("the call has its answer: a cancel must meet it on its way back", {
         "room COMMITTED": "ABORT_REQUESTED", "room ABORTING": "ABORT_REQUESTED",
     }),
