@@ -30,7 +30,11 @@ MAY_IMPORT = {
 }
 NO_RAY = set(MAY_IMPORT) - {"cluster", "serve"}
 #: Sans-IO: no event loop, no socket, no thread, no clock, no data plane.
-PURE = ("protocol", "memory", "transfer/plan")
+PURE = (
+    "protocol", "memory", *(f"transfer/{name}" for name in (
+        "blocks", "chunk", "cost", "layout", "page_plan", "pairing", "plan", "ranks", "row_plan", "runs", "spans",
+    )),
+)  # fmt: skip
 NOT_PURE = {
     "ray", "zmq", "socket", "asyncio", "nixl", "nixl_cu12", "selectors", "select", "threading", "multiprocessing",
     "concurrent", "subprocess", "time", "random", "secrets", "pickle", "torch",

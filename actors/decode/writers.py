@@ -16,7 +16,7 @@ from kvferry.protocol.instance import Accept, Revoke
 from kvferry.protocol.rank import LEADER, Member
 from kvferry.protocol.receiver import ReceiverState
 from kvferry.transfer.contract import Descriptor, Endpoint, Revoked, TransferError
-from kvferry.transfer.ranks import places_of, routes
+from kvferry.transfer.ranks import routes
 
 #: A writer's process (its incarnation), and the target rank that it writes to.
 Pair = tuple[int, int]
@@ -76,7 +76,7 @@ class Writers:
         """Source rank -> the ranks here that it writes to. Raises TransferError for layouts that don't fit."""
         if len(sources) == 1 and self._team.size == 1:
             return {LEADER: (LEADER,)}
-        return routes({source.rank: places_of(source.slice) for source in sources}, self._team.places())
+        return routes({source.rank: (source.slice,) for source in sources}, self._team.slices())
 
     def descriptors(self, pairs: Iterable[Pair]) -> dict[Pair, Descriptor] | None:
         """What each is to be told, or None: then `Accepted` follows for those that have no agent yet."""

@@ -1,7 +1,7 @@
 """What one source rank sends of a room: its record, and which spans a write has.
 
-A rank writes whole pages of its own regions to each target rank that has a region of the same content; the leader also
-writes the metadata row, to decode's leader. Not here: when a write is due (protocol.sender), how it is posted
+A rank writes its part of each page to every target rank that it has something for; the leader also writes the metadata
+row, to decode's leader. Not here: when a write is due (protocol.sender), how it is posted
 (transfer).
 """
 
@@ -15,8 +15,9 @@ import numpy as np
 from kvferry.engine.contract import Engine
 from kvferry.protocol.metadata import Metadata
 from kvferry.protocol.rank import LEADER
-from kvferry.transfer.contract import Descriptor, Peer, RegionKind, Spans, TransferError, WriteHandle
-from kvferry.transfer.plan import Pairing, pair, pair_common, plan_pages, plan_row, total_bytes
+from kvferry.transfer.contract import Descriptor, Peer, Spans, WriteHandle
+from kvferry.transfer.pairing import Pairing, check_given, pair, pair_common
+from kvferry.transfer.plan import plan_pages, plan_row, total_bytes
 
 #: Target rank -> the descriptor by which we write to it.
 Targets = Mapping[int, Descriptor]
@@ -53,7 +54,6 @@ class SpanPlanner:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._regions = engine.regions()
-        self._pages = sum(region.kind is RegionKind.PAGES for region in self._regions)
         self._pairings: dict[int, Pairing] = {}  # by the target process's incarnation
         self._of_owner: dict[int, set[int]] = {}  # decode's leader -> the target processes of that instance
 
@@ -65,18 +65,17 @@ class SpanPlanner:
         Pages and slot are the peer's word: they are tried here, so that a bad one fails this room and no more. `slot`
         None: no metadata is written. `alone`: there is one rank on either side, so each must have all.
         """
-        paired, meet = 0, pair if alone else pair_common
+        pairings, meet = [], pair if alone else pair_common
         for rank, target in targets.items():
             pairing = self._pairings.get(target.incarnation)
             if pairing is None:
                 pairing = self._pairings[target.incarnation] = meet(self._regions, target.regions)
                 self._of_owner.setdefault(owner, set()).add(target.incarnation)
-            paired += len(pairing.pages)
+            pairings.append(pairing)
             plan_pages(pairing, np.arange(len(pages)), _ids(pages))
             if rank == LEADER and slot is not None:
                 plan_row(pairing, "metadata", 0, slot)
-        if paired != self._pages:
-            raise TransferError(f"this rank has {self._pages} regions of pages; its targets have {paired} like them")
+        check_given(self._regions, pairings)
 
     def pages(self, sending: Sending, source: Sequence[int], target: Sequence[int]) -> list[RankWrite]:
         """Write source[i] to target[i] at every target rank; nothing for a rank that gets nothing."""

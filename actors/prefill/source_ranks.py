@@ -20,7 +20,8 @@ from kvferry.protocol.messages import Destination
 from kvferry.protocol.metadata import Metadata
 from kvferry.protocol.rank import LEADER
 from kvferry.transfer.contract import Descriptor, Endpoint, TransferError, decode_descriptor
-from kvferry.transfer.ranks import places_in, routes
+from kvferry.transfer.layout import slices_in
+from kvferry.transfer.ranks import routes
 
 
 class SourceRanks:
@@ -78,8 +79,8 @@ class SourceRanks:
             raise TransferError(text)
         wanted: dict[int, tuple[int, ...]] = {LEADER: (LEADER,)}
         if self._team.size > 1 or len(targets) > 1:
-            there = {target: places_in(descriptor.regions) for target, descriptor in targets.items()}
-            wanted = routes(self._team.places(), there)
+            there = {target: slices_in(descriptor.regions) for target, descriptor in targets.items()}
+            wanted = routes(self._team.slices(), there)
         found = {rank: tuple(sorted(ways)) for rank, ways in sorted(agents.items())}
         if found != wanted:
             raise TransferError(f"the destination has ways (source rank: targets) {found}; there must be {wanted}")

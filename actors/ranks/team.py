@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ from kvferry.protocol.address import Address
 from kvferry.protocol.instance import Join, Joined, RunStep, Stepped
 from kvferry.protocol.messages import Message
 from kvferry.protocol.rank import LEADER, Member, RankInfo
-from kvferry.transfer.ranks import Places, places_of
+from kvferry.transfer.ranks import Slices
 
 
 @dataclass(frozen=True)
@@ -107,10 +108,9 @@ class Team:
         addresses = {LEADER: self._info.address} | {rank: mate.address for rank, mate in sorted(self.mates.items())}
         return [{"rank": r, "pid": a.pid, "host": a.host, "endpoint": a.endpoint} for r, a in addresses.items()]
 
-    def places(self) -> dict[int, Places]:
+    def slices(self) -> Mapping[int, Slices]:
         """What each rank has of the KV."""
-        slices = {LEADER: self._info.slice} | {rank: mate.info.slice for rank, mate in self.mates.items()}
-        return {rank: places_of(part) for rank, part in slices.items()}
+        return {LEADER: (self._info.slice,)} | {rank: (mate.info.slice,) for rank, mate in self.mates.items()}
 
     def send(self, rank: int, message: Message) -> None:
         """If that link is gone, so is the instance, and LinkLost says so."""

@@ -151,10 +151,10 @@ PARTS = {
     m.Token: "request attempt room index token_id text finish_reason= logprobs=",
     Layout: "model revision dtype page_size layers kv_heads head_dim policy=",
     RankInfo: "instance role address layout dp_rank= dp_size= cp_rank= cp_size= tp_rank= tp_size= pp_rank= pp_size= "
-    "pages= max_prompt_tokens= max_total_tokens= draining= members=",
+    "pages= max_prompt_tokens= max_total_tokens= draining= members= stages=",
     m.Way: "source target agent",
     Member: "rank address slice",
-    Slice: "first_layer layers first_head heads",
+    Slice: "first_layer layers first_head heads replica= replicas= cp_rank= cp_size= part=",
     Cause: "code message leg= rank= peer= room= state= elapsed_s= param= because=",
     Notification: "room rank incarnation",
 }

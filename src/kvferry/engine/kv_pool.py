@@ -88,6 +88,7 @@ class KVPool:
                         items=self.pages,
                         first_head=0,
                         heads=self.kv_heads,
+                        tokens=self.page_size,
                     )
                 )
         rows = Region(

@@ -113,6 +113,9 @@ class ScriptedEngine:
                 items=self._limits.pages,
                 first_head=self._slice.first_head,
                 heads=self._slice.heads,
+                tokens=self._limits.page_size,
+                replica=self._slice.replica,
+                replicas=self._slice.replicas,
             )
             for layer in range(self._slice.layers)
             for at, part in enumerate(_PARTS)

@@ -26,13 +26,22 @@ class Layout(msgspec.Struct, frozen=True):
 
 class Slice(msgspec.Struct, frozen=True, array_like=True):
     """The part of a model's KV that one rank has: layers [first_layer, first_layer + layers) by global id, and KV heads
-    [first_head, first_head + heads).
+    [first_head, first_head + heads); 0 heads: KV that is not divided by heads (MLA's latent), all of it.
+
+    `replica` is its number among the `replicas` ranks that have the same heads of these layers. Of cp_size ranks that
+    share out a prompt, it has the tokens of number cp_rank (`kvferry.transfer.chunk.cp_range`). `part`: "kv", or
+    another part of the model's state that is dealt out in its own way.
     """
 
     first_layer: int
     layers: int
     first_head: int
     heads: int
+    replica: int = 0
+    replicas: int = 1
+    cp_rank: int = 0
+    cp_size: int = 1
+    part: str = "kv"
 
 
 def whole(layout: Layout) -> Slice:
@@ -40,19 +49,53 @@ def whole(layout: Layout) -> Slice:
     return Slice(0, layout.layers, 0, layout.kv_heads)
 
 
-def slice_of(layout: Layout, tp_rank: int, tp_size: int, pp_rank: int, pp_size: int) -> Slice:
-    """What the rank at these coordinates has when layers and heads are dealt out evenly, in order; the first stages
-    take one layer more where they don't divide.
+def slice_of(
+    layout: Layout,
+    tp_rank: int,
+    tp_size: int,
+    pp_rank: int,
+    pp_size: int,
+    cp_rank: int = 0,
+    cp_size: int = 1,
+    stages: tuple[int, ...] = (),
+) -> Slice:
+    """What the rank at these coordinates has when heads are dealt out evenly, in order. With more ranks than heads each
+    head has as many replicas, on neighbouring ranks. Stages have `stages` layers, or as many each; the first ones take
+    one more where they don't divide.
 
-    Raises ValueError when a stage would have no layer, or when the heads don't divide.
+    Raises ValueError when a stage would have no layer, when the stages don't have the model's layers, or when neither
+    of heads and ranks divides the other.
     """
-    if layout.kv_heads % tp_size:
-        raise ValueError(f"tp is {tp_size}; allowed: what divides the model's {layout.kv_heads} KV heads")
-    if pp_size > layout.layers:
-        raise ValueError(f"pp is {pp_size}; allowed: at most the model's {layout.layers} layers")
-    least, more = divmod(layout.layers, pp_size)
-    heads = layout.kv_heads // tp_size
-    return Slice(pp_rank * least + min(pp_rank, more), least + (pp_rank < more), tp_rank * heads, heads)
+    first_layer, layers = _stage_of(layout.layers, pp_rank, pp_size, stages)
+    first_head, heads, replica, replicas = heads_of(layout.kv_heads, tp_rank, tp_size)
+    return Slice(first_layer, layers, first_head, heads, replica, replicas, cp_rank, cp_size)
+
+
+def heads_of(heads: int, tp_rank: int, tp_size: int) -> tuple[int, int, int, int]:
+    """(first head, heads, replica, replicas) of one rank: `heads` of some part dealt out evenly to `tp_size` ranks. 0:
+    not divided by heads. Raises ValueError when neither divides the other.
+    """
+    if heads == 0:
+        return 0, 0, tp_rank, tp_size
+    if heads % tp_size == 0:
+        each = heads // tp_size
+        return tp_rank * each, each, 0, 1
+    if tp_size % heads == 0:
+        replicas = tp_size // heads
+        return tp_rank // replicas, 1, tp_rank % replicas, replicas
+    raise ValueError(f"tp is {tp_size}; allowed: what divides the model's {heads} KV heads, or is a multiple of them")
+
+
+def _stage_of(layers: int, pp_rank: int, pp_size: int, stages: tuple[int, ...]) -> tuple[int, int]:
+    """(first layer, layers)."""
+    if pp_size > layers:
+        raise ValueError(f"pp is {pp_size}; allowed: at most the model's {layers} layers")
+    if stages:
+        if len(stages) != pp_size or sum(stages) != layers or min(stages) < 1:
+            raise ValueError(f"stages are {stages}; wanted {pp_size} of at least 1 layer, {layers} layers in all")
+        return sum(stages[:pp_rank]), stages[pp_rank]
+    least, more = divmod(layers, pp_size)
+    return pp_rank * least + min(pp_rank, more), least + (pp_rank < more)
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -68,7 +111,8 @@ class RankInfo(msgspec.Struct, frozen=True):
 
     `layout` is the whole model's, in every rank. `max_prompt_tokens` and `max_total_tokens` are the limits of this
     rank's pool and model. `draining`: it takes no new rooms, finishes those it has, and leaves. `members` are all ranks
-    of an instance of several, as its leader registers them: they stay the same as long as the leader lives.
+    of an instance of several, as its leader registers them: they stay the same as long as the leader lives. `stages`:
+    layers of each pipeline stage, where they are not dealt out evenly.
     """
 
     instance: str
@@ -96,6 +140,7 @@ class RankInfo(msgspec.Struct, frozen=True):
         return self.layout.policy == PREFILL_COMPLETE and self.role != "unified"
 
     members: tuple[Member, ...] = ()
+    stages: tuple[int, ...] = ()
 
     @property
     def rank(self) -> int:
@@ -109,7 +154,9 @@ class RankInfo(msgspec.Struct, frozen=True):
 
     @property
     def slice(self) -> Slice:
-        return slice_of(self.layout, self.tp_rank, self.tp_size, self.pp_rank, self.pp_size)
+        return slice_of(
+            self.layout, self.tp_rank, self.tp_size, self.pp_rank, self.pp_size, self.cp_rank, self.cp_size, self.stages
+        )
 
 
 #: The leader's number within its instance.

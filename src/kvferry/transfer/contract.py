@@ -25,27 +25,71 @@ _ADDRESSES, _MOST = 2**62, 2**20
 
 
 class RegionKind(Enum):
-    """What a region holds; the values are part of the wire format and never change."""
+    """What a region's items are; the values are part of the wire format and never change."""
 
-    PAGES = "pages"  # items are pages of one layer's K or V
-    ROWS = "rows"  # items are per-request rows (metadata, recurrent state)
+    PAGES = "pages"  # pages of one layer: `tokens` tokens each
+    ROWS = "rows"  # per-request rows (metadata, recurrent state)
+    RINGS = "rings"  # per-request rings of `tokens` slots: position p lies in slot p % tokens
+
+
+_Count = Annotated[int, Meta(ge=0, le=_MOST)]
+_AtLeastOne = Annotated[int, Meta(ge=1, le=_MOST)]
+_Bytes = Annotated[int, Meta(ge=1, le=_ADDRESSES)]
+_Name = Annotated[str, Meta(max_length=64)]
+
+
+class Segment(msgspec.Struct, frozen=True, array_like=True):
+    """A run of a row: heads (or head groups) [first_head, first_head + heads), `head_bytes` each, one after the other.
+
+    `heads` 0: not divided, `head_bytes` long. `replica` and `replicas` as in `Region`.
+    """
+
+    first_head: _Count
+    heads: _Count
+    head_bytes: _Bytes
+    replica: _Count = 0
+    replicas: _AtLeastOne = 1
 
 
 class Region(msgspec.Struct, frozen=True):
     """One registered memory area: `items` items of `item_bytes` each, contiguous from address `base`.
 
-    `part` is "k", "v" or "metadata"; `layer` the global layer id (-1 for rows without one); heads
-    [first_head, first_head + heads) of the model's KV heads lie in it.
+    What an item holds:
+
+    * `part`: "k", "v", "latent", "k_scale", "v_scale", "index", "conv", "ssm", "metadata", ...; of `layer`, the global
+      layer id (-1 for rows without one); of `stack`, "" for the model itself, "draft" for its draft model, whose layers
+      count from 0 too.
+    * heads [first_head, first_head + heads) of that part. 0 heads: not divided by heads, every rank of a TP group has
+      all of it (latent, index).
+    * Pages and rings have `tokens` tokens (slots), and lie token by token: [tokens / entry_tokens, heads, head_bytes].
+      `entry_tokens` is above 1 for what exists once per so many tokens: a scale per page and head, a compressed index.
+      `tokens` 0 in pages: not said, such an item is copied whole or not at all.
+    * Rows lie in `segments`, one after the other; without any, a row is one segment of `heads` heads.
+    * `window`: only the last so many tokens of a prompt are of use (0: all). Rings have one.
+
+    `replica` is this region's number among the `replicas` that the instance's ranks have of the same content: TP above
+    the number of heads, or what is not divided by heads. Only one of a source's replicas writes to a target's.
+
+    `pool`: regions of one pool have the same page numbers (slots); "" is the main one, and in rows and rings the part's
+    own.
     """
 
     kind: RegionKind
-    part: Annotated[str, Meta(max_length=64)]
+    part: _Name
     layer: Annotated[int, Meta(ge=-1, le=_MOST)]
     base: Annotated[int, Meta(ge=0, le=_ADDRESSES)]
-    item_bytes: Annotated[int, Meta(ge=1, le=_ADDRESSES)]
+    item_bytes: _Bytes
     items: Annotated[int, Meta(ge=0, le=_ADDRESSES)]
-    first_head: Annotated[int, Meta(ge=0, le=_MOST)] = 0
-    heads: Annotated[int, Meta(ge=0, le=_MOST)] = 0
+    first_head: _Count = 0
+    heads: _Count = 0
+    tokens: _Count = 0
+    entry_tokens: _AtLeastOne = 1
+    window: _Count = 0
+    stack: _Name = ""
+    pool: _Name = ""
+    replica: _Count = 0
+    replicas: _AtLeastOne = 1
+    segments: Annotated[tuple[Segment, ...], Meta(max_length=16)] = ()
 
 
 class Descriptor(msgspec.Struct, frozen=True):

@@ -1,55 +1,152 @@
 """Which source rank writes to which target rank, where instances have several. Pure.
 
-A rank has *places*: a layer and a range of its KV heads each. Here every place of one side is a place of the other (the
-same layers in other stages, the same heads in as many ranks); ranges of heads that only overlap are refused.
+A rank has slices: layers and heads, and a number among the ranks that have the same ones. What two ranks meet for is in
+`kvferry.transfer.pairing`, by the same rule; here it is checked that each target has everything once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvferry.protocol.rank import LEADER, Slice
-from kvferry.transfer.contract import Region, RegionKind, TransferError
+from kvferry.transfer.contract import Region, TransferError
+from kvferry.transfer.layout import slices_in
+from kvferry.transfer.pairing import Pairing, pair_common
 
-#: (layer, first head, heads)
-Place = tuple[int, int, int]
-Places = frozenset[Place]
-
-
-def places_of(part: Slice) -> Places:
-    layers = range(part.first_layer, part.first_layer + part.layers)
-    return frozenset((layer, part.first_head, part.heads) for layer in layers)
-
-
-def places_in(regions: Iterable[Region]) -> Places:
-    """Those of a rank's registered pages."""
-    pages = (region for region in regions if region.kind is RegionKind.PAGES)
-    return frozenset((region.layer, region.first_head, region.heads) for region in pages)
+Slices = tuple[Slice, ...]
+Routes = dict[int, tuple[int, ...]]
+_Ranks = tuple[tuple[int, Slices], ...]
+#: Cells that a slice covers, on axes of layers and heads that are cut at every bound of a slice.
+_Box = tuple[slice, slice]
+#: So that a peer's word costs little: a hundred layers of mixed kinds over hundreds of ranks is far below.
+_MOST_CELLS = 1 << 20
 
 
-def routes(sources: Mapping[int, Places], targets: Mapping[int, Places]) -> dict[int, tuple[int, ...]]:
+def routes(sources: Mapping[int, Slices], targets: Mapping[int, Slices]) -> Routes:
     """Source rank -> the target ranks that it has something for, both ascending; a rank that writes nothing is left
-    out. The metadata goes from leader to leader, so these two always meet.
+    out. The metadata goes from leader to leader, so these two always meet. A rank that shares prompts out with others
+    (CP) is in it, even if a short prompt leaves it nothing to write.
 
-    Raises TransferError, naming the first place that only one side has, or that a side has twice.
+    Raises TransferError, naming layer and heads, for what one side lacks, and what a target rank would get twice; and
+    for targets that share prompts out.
     """
-    givers, takers = _holders("source", sources), _holders("target", targets)
-    for side, here, there in (("target", givers, takers), ("source", takers, givers)):
-        missing = sorted(here.keys() - there.keys())
-        if missing:
-            layer, first, heads = missing[0]
-            raise TransferError(
-                f"no {side} rank has heads {first} to {first + heads - 1} of layer {layer} as one range"
-            )
-    pairs = {(rank, takers[place]) for place, rank in givers.items()} | {(LEADER, LEADER)}
-    return {rank: tuple(sorted(t for s, t in pairs if s == rank)) for rank in sorted({s for s, _ in pairs})}
+    return dict(_routes(tuple(sorted(sources.items())), tuple(sorted(targets.items()))))
 
 
-def _holders(side: str, ranks: Mapping[int, Places]) -> dict[Place, int]:
-    holders: dict[Place, int] = {}
-    for rank, places in ranks.items():
-        for place in places:
-            if place in holders:
-                raise TransferError(f"{side} ranks {holders[place]} and {rank} both have {place} (layer, head, heads)")
-            holders[place] = rank
-    return holders
+@lru_cache(maxsize=256)
+def _routes(sources: _Ranks, targets: _Ranks) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    pairs = {(LEADER, LEADER)}
+    _check_cp(sources, targets)
+    for part in dict.fromkeys(piece.part for _, pieces in (*sources, *targets) for piece in pieces):
+        pairs |= _pairs(part, _of(part, sources), _of(part, targets))
+    ranks = sorted({source for source, _ in pairs})
+    return tuple((rank, tuple(sorted(target for source, target in pairs if source == rank))) for rank in ranks)
+
+
+def gives(source: Slice, target: Slice) -> bool:
+    """Of its replicas, that source is the one that writes to that target."""
+    return source.replica == target.replica * source.replicas // target.replicas
+
+
+def pair_instances(
+    sources: Mapping[int, Sequence[Region]],
+    targets: Mapping[int, Sequence[Region]],
+    cp_ranks: Mapping[int, int] | None = None,
+    cp_size: int = 1,
+) -> dict[tuple[int, int], Pairing]:
+    """All pairs of a source rank and a target rank that meet, by the regions of all ranks. `cp_ranks`: which part of
+    each prompt a source rank has, where they are shared out.
+
+    Raises TransferError for what can't be copied, naming both values, and as `routes`.
+    """
+    parts = cp_ranks or {}
+    ours = {rank: slices_in(found, parts.get(rank, 0), cp_size, every=True) for rank, found in sources.items()}
+    theirs = {rank: slices_in(found, every=True) for rank, found in targets.items()}
+    met = {
+        (source, target): pair_common(regions, targets[target])
+        for source, regions in sources.items()
+        for target in targets
+    }
+    return {(source, target): met[source, target] for source, found in routes(ours, theirs).items() for target in found}
+
+
+def _check_cp(sources: _Ranks, targets: _Ranks) -> None:
+    for _, pieces in targets:
+        for piece in pieces:
+            if piece.cp_size != 1:
+                raise TransferError(f"cp_size is {piece.cp_size} at the target; allowed: 1")
+    sizes = sorted({piece.cp_size for _, pieces in sources for piece in pieces})
+    if len(sizes) > 1:
+        raise TransferError(f"cp_size is {sizes[0]} at one source rank, {sizes[1]} at another")
+
+
+def _of(part: str, ranks: _Ranks) -> list[tuple[int, Slice]]:
+    return [(rank, piece) for rank, pieces in ranks for piece in pieces if piece.part == part]
+
+
+def _pairs(part: str, sources: list[tuple[int, Slice]], targets: list[tuple[int, Slice]]) -> set[tuple[int, int]]:
+    axes = _Axes(part, [piece for _, piece in (*sources, *targets)])
+    pairs: set[tuple[int, int]] = set()
+    held = axes.empty()
+    for _, ours in sources:
+        held[axes.box(ours)] += 1
+    wanted = axes.empty()
+    for target, theirs in targets:
+        box = axes.box(theirs)
+        wanted[box] += 1
+        for cp_rank in range(sources[0][1].cp_size if sources else 1):
+            got = axes.empty()
+            for source, ours in sources:
+                if ours.cp_rank == cp_rank and gives(ours, theirs):
+                    here = axes.empty()
+                    here[axes.box(ours)] += 1
+                    got += here
+                    if here[box].any():
+                        pairs.add((source, target))
+            axes.check("source", got[box] == 0, box, "no {side} rank has {what}, for target rank " + str(target))
+            axes.check("source", got[box] > 1, box, "more than one {side} rank has {what}, as the same replica")
+    everything = (slice(None), slice(None))
+    axes.check("target", (held > 0) & (wanted == 0), everything, "no {side} rank has {what}")
+    return pairs
+
+
+class _Axes:
+    """Layers and heads, cut at every bound: what a slice has is a box of whole cells. So their number depends on the
+    number of slices, and not on what a peer says of its layers and heads.
+    """
+
+    def __init__(self, part: str, pieces: Iterable[Slice]) -> None:
+        every = list(pieces)
+        divided = {piece.heads > 0 for piece in every}
+        if len(divided) > 1:
+            raise TransferError(f"{part}: divided by heads at one side, not divided at the other")
+        self._part, self._divided = part, divided == {True}
+        self._layers = sorted({bound for p in every for bound in (p.first_layer, p.first_layer + p.layers)})
+        self._heads = sorted({bound for p in every for bound in (p.first_head, p.first_head + max(p.heads, 1))})
+        if len(self._layers) * len(self._heads) > _MOST_CELLS:
+            raise TransferError(f"{part}: {len(every)} slices with {len(self._layers)} bounds of layers; too many")
+
+    def empty(self) -> NDArray[np.int64]:
+        return np.zeros((len(self._layers) - 1, len(self._heads) - 1), dtype=np.int64)
+
+    def box(self, piece: Slice) -> _Box:
+        layers, heads = self._layers.index, self._heads.index
+        return (
+            slice(layers(piece.first_layer), layers(piece.first_layer + piece.layers)),
+            slice(heads(piece.first_head), heads(piece.first_head + max(piece.heads, 1))),
+        )
+
+    def check(self, side: str, bad: NDArray[np.bool_], box: _Box, text: str) -> None:
+        """Raises TransferError for the first bad cell of a box; `text` has places for {side} and {what}."""
+        if not bad.any():
+            return
+        layer, head = (int(at) for at in np.argwhere(bad)[0])
+        layer, head = layer + (box[0].start or 0), head + (box[1].start or 0)
+        what = f"{self._part} of layer {self._layers[layer]}"
+        if self._divided:
+            what = f"heads {self._heads[head]} to {self._heads[head + 1] - 1} of {what}"
+        raise TransferError(text.format(side=side, what=what))
