@@ -111,14 +111,14 @@ def slices_in(
     regions: Sequence[Region], cp_rank: int = 0, cp_size: int = 1, *, every: bool = False
 ) -> tuple[Slice, ...]:
     """What a rank's regions have, layer run by layer run: of the model's KV, or with `every` of each part but the
-    metadata. Raises TransferError as `cells_of`.
+    metadata, by names of its own. Raises TransferError as `cells_of`.
     """
     runs: dict[tuple[str, int, int, int, int], list[tuple[int, int]]] = {}
     for key, cell in sorted(cells_of("its", regions).items()):
         kv = key.part in _KV and not key.stack and cell.region.kind is RegionKind.PAGES
         if key.part == METADATA or not (kv or every):
             continue
-        name = "kv" if kv else f"{key.stack}/{key.part}/{key.segment}"
+        name = f"{key.stack}/{key.part}/{key.segment}" if every else "kv"
         layers = runs.setdefault((name, cell.first_head, cell.heads, cell.replica, cell.replicas), [])
         if layers and layers[-1][1] == key.layer:
             layers[-1] = (layers[-1][0], key.layer + 1)
