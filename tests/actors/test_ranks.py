@@ -1,4 +1,4 @@
-"""Instances of several ranks: the same tokens as with one, whichever way both sides are sliced."""
+"""Instances of several ranks: the same tokens as with one, whichever way both sides are sliced (case 46, 47)."""
 
 from __future__ import annotations
 
@@ -32,6 +32,10 @@ LAYOUTS = [
     ((1, 3), (1, 2)),
     ((2, 1), (2, 1)),
     ((2, 2), (2, 3)),
+    ((2, 1), (1, 2)),
+    ((1, 1), (2, 1)),
+    ((4, 1), (2, 1)),  # 2 heads, each on two ranks
+    ((1, 1), (4, 1)),
 ]
 
 

@@ -141,7 +141,14 @@ def test_scripted_texts_share_the_stop_rules():
     assert [stream.push(t) for t in (5, 6)][1].finish_reason == "stop"
 
 
-@pytest.mark.parametrize("parts", [(Slice(0, 1, 0, 2), Slice(1, 1, 0, 2)), (Slice(0, 2, 0, 1), Slice(0, 2, 1, 1))])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (Slice(0, 1, 0, 2), Slice(1, 1, 0, 2)),
+        (Slice(0, 2, 0, 1), Slice(0, 2, 1, 1)),
+        (Slice(0, 2, 0, 2, 0, 2), Slice(0, 2, 0, 2, 1, 2)),
+    ],
+)
 async def test_the_ranks_parts_make_the_tokens_of_the_whole(parts):
     """Each rank has its slice of the pool only; the leader adds up what all of them have read."""
     engines = [make(part=part) for part in parts]

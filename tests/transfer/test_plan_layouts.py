@@ -56,11 +56,12 @@ class Side:
     page: int
     pool_items: int
     ring_slots: dict[int, int]  # by window
-    swa_apart: bool
+    apart: frozenset[str]  # pools with page numbers of their own
     pages: dict[str, np.ndarray] = field(default_factory=dict)
     slots: dict[str, int] = field(default_factory=dict)
     regions: dict[int, tuple[Region, ...]] = field(default_factory=dict)
     memory: dict[int, list[np.ndarray]] = field(default_factory=dict)
+    things: dict[int, list[int]] = field(default_factory=dict)  # what each region holds
 
     def ranks(self) -> Iterator[tuple[int, int, int, int]]:
         """(rank, cp, pp, tp)."""
@@ -138,7 +139,7 @@ def make_case(number: int) -> Case:
     things = [thing for layer in range(layers) for thing in layer_things(rng, layer, tps, sizes)]
     if rng.random() < 0.25:  # a draft model, whose layers count from 0 as well
         heads = heads_for(rng, *tps)
-        things += [Thing(PAGES, part, 0, ((heads, 3),), stack="draft") for part in "kv"]
+        things += [Thing(PAGES, part, 0, ((heads, 3),), stack="draft", pool="draft") for part in "kv"]
     things.append(Thing(ROWS, "metadata", -1, ((0, 6),)))
     most = int(rng.choice([6, 24, 70]))
     prompt = int(rng.integers(1, most + 1))
@@ -148,10 +149,9 @@ def make_case(number: int) -> Case:
         cp = int(rng.integers(1, 4)) if at == 0 and rng.random() < 0.3 else 1
         stages = compose(rng, layers, 4)
         needed = -(-prompt // size)
-        side = Side(
-            tp, stages, cp, size, needed + int(rng.integers(0, 4)),
-            {window: window + int(rng.integers(0, 4)) for window in (2, 5, 11)}, bool(rng.random() < 0.5),
-        )  # fmt: skip
+        rings = {window: window + int(rng.integers(0, 4)) for window in (2, 5, 11)}
+        apart = frozenset(pool for pool in ("swa", "draft") if rng.random() < 0.5)
+        side = Side(tp, stages, cp, size, needed + int(rng.integers(0, 4)), rings, apart)
         hold(rng, side, needed)
         sides.append(side)
     whole = range(-(-(prefix + 1) // sizes[1]) * sizes[1], prompt, sizes[1])  # chunks end with a target's page
@@ -169,7 +169,7 @@ def make_case(number: int) -> Case:
 
 def hold(rng: np.random.Generator, side: Side, needed: int) -> None:
     """Pages in any order, or in one run; a window's own pool has other numbers."""
-    for pool in ("", "swa"):
+    for pool in ("", "swa", "draft"):
         pages = rng.permutation(side.pool_items)[:needed]
         side.pages[pool] = np.sort(pages) if rng.random() < 0.4 else pages
     side.slots = {pool: int(rng.integers(0, 3)) for pool in ("metadata", "state", "k", "v")}
@@ -186,7 +186,7 @@ def region_of(case: Case, side: Side, thing: Thing, tp_rank: int) -> Region:
     )
     row = sum(max(segment.heads, 1) * segment.head_bytes for segment in segments)
     first, heads, replica, replicas = dealt[0]
-    pool = "" if thing.pool == "swa" and not side.swa_apart else thing.pool
+    pool = thing.pool if thing.kind is not PAGES or thing.pool in side.apart else ""
     made = Region(
         thing.kind, thing.part, thing.layer, 0, row, 3, first, heads, stack=thing.stack, pool=pool, replica=replica,
         replicas=1 if thing.part == "metadata" else replicas, window=thing.window,
@@ -218,7 +218,7 @@ def build(rng: np.random.Generator, case: Case, side: Side) -> None:
     for rank, _, stage, tp_rank in side.ranks():
         order = rng.permutation(things_at(case, side, stage)).tolist()
         regions = [region_of(case, side, case.things[at], tp_rank) for at in order]
-        side.regions[rank] = tuple(regions)
+        side.regions[rank], side.things[rank] = tuple(regions), order
         side.memory[rank] = [rng.integers(0, 256, r.item_bytes * r.items, dtype=np.uint8) for r in regions]
 
 
@@ -226,25 +226,19 @@ def put(case: Case, side: Side, rank: int, index: int, entry: int, position: int
     """Entry `entry` of the thing (a token's, a block of tokens', the row's) where that rank's region has it; of what
     begins with token `position`.
     """
-    region = side.regions[rank][index]
-    at = next(i for i, t in enumerate(case.things) if (t.stack, t.part, t.layer) == key(region))
-    slot = side.slots[region.pool or region.part] if region.kind is not PAGES else 0
+    region, at = side.regions[rank][index], side.things[rank][index]
     if region.kind is PAGES:
-        pages = side.pages["swa" if case.things[at].pool == "swa" and side.swa_apart else ""]
-        place = int(pages[position // region.tokens]) * region.tokens + position % region.tokens
-        place = place // region.entry_tokens
+        start = int(side.pages[region.pool][position // side.page]) * region.item_bytes
+        start += position % side.page // region.entry_tokens * (region.item_bytes * region.entry_tokens // side.page)
     else:
-        place = slot * region.tokens + position % region.tokens if region.kind is RINGS else slot
-    runs = region.segments or (Segment(region.first_head, region.heads, case.things[at].runs[0][1]),)
-    start = place * sum(max(run.heads, 1) * run.head_bytes for run in runs)
-    for number, run in enumerate(runs):
-        heads = case.tables[at, number][run.first_head : run.first_head + max(run.heads, 1), entry]
-        side.memory[rank][index][start : start + heads.size] = heads.reshape(-1)
+        start = side.slots[region.pool or region.part] * region.item_bytes
+        if region.kind is RINGS:
+            start += position % region.tokens * (region.item_bytes // region.tokens)
+    memory = side.memory[rank][index]
+    for number, run in enumerate(region.segments or (region,)):
+        heads = case.tables[at, number][run.first_head : run.first_head + (run.heads or 1), entry]
+        memory[start : start + heads.size] = heads.reshape(-1)
         start += heads.size
-
-
-def key(region: Region) -> tuple[str, str, int]:
-    return region.stack, region.part, region.layer
 
 
 def wanted(case: Case, region: Region, first: int) -> Iterator[tuple[int, int]]:
@@ -281,7 +275,7 @@ def cut_windows(case: Case, side: Side) -> dict[str, np.ndarray]:
     """A window's own pool has no pages before the window: nobody may ask for them."""
     pages = {pool: array.copy() for pool, array in side.pages.items()}
     windows = [thing.window for thing in case.things if thing.pool == "swa"]
-    if side.swa_apart and windows:
+    if "swa" in side.apart and windows:
         pages["swa"][: max(case.prompt - max(windows), 0) // side.page] = -1
     return pages
 
@@ -346,7 +340,8 @@ def run_case(number: int) -> None:
         for index, (region, memory) in enumerate(zip(target.regions[rank], found, strict=True)):
             assert written[rank][index].max(initial=0) <= 1, f"case {number}: rank {rank} {region} written twice"
             assert np.array_equal(memory, expected.memory[rank][index]), f"case {number}: rank {rank} {region}"
-    check_routes(case, set(pairings), cp_of)
+    if number % 10 == 1:
+        check_routes(case, set(pairings), cp_of)
 
 
 def check_routes(case: Case, pairs: set[tuple[int, int]], cp_of: dict[int, int]) -> None:

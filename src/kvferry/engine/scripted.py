@@ -179,11 +179,6 @@ class ScriptedEngine:
         words[..., 0] = ids
         return words
 
-    def _places(self, sequence: Sequence, start: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        positions = np.arange(start, end)
-        pages = np.asarray(sequence.pages, dtype=np.int64)[positions // self._limits.page_size]
-        return pages, positions % self._limits.page_size
-
     def _places_of(self, plan: StepPlan) -> tuple[list[int], list[int], Words]:
         """Of all fed tokens: their pages, their offsets there, and what this rank's pool gets of them."""
         ids: list[int] = []
@@ -203,14 +198,18 @@ class ScriptedEngine:
         self._pool[:, :, pages, offsets] = words
 
     def _read(self, sequence: Sequence) -> int:
-        """This rank's sum over all that the sequence has in its pages."""
-        pages, offsets = self._places(sequence, 0, sequence.position)
-        return self._sum(self._pool[:, :, pages, offsets], 0, self._layers, self._words)
+        """This rank's sum over all that the sequence has in its pages; of n replicas, each adds up every n-th token."""
+        first, step = self._slice.replica, self._slice.replicas
+        positions = np.arange(first, sequence.position, step)
+        pages = np.asarray(sequence.pages, dtype=np.int64)[positions // self._limits.page_size]
+        slots = self._pool[:, :, pages, positions % self._limits.page_size]
+        return self._sum(slots, first, self._layers, self._words, step)
 
-    def _sum(self, slots: Words, start: int, layers: slice, words: slice) -> int:
-        """Of the slots of the positions from `start` on."""
+    def _sum(self, slots: Words, start: int, layers: slice, words: slice, step: int = 1) -> int:
+        """Of the slots of every `step`-th position from `start` on."""
         weights = _weights(self._layout.layers, self._limits.context_tokens, self._width)
-        return int((slots * weights[layers, :, start : start + slots.shape[2], words]).sum(dtype=np.uint64))
+        end = start + slots.shape[2] * step
+        return int((slots * weights[layers, :, start:end:step, words]).sum(dtype=np.uint64))
 
     def _draw(self, sequence: Sequence, total: int) -> Drawn:
         sampling = sequence.sampling

@@ -45,9 +45,13 @@ class Cell(NamedTuple):
     stride: int
 
 
-def cells_of(side: str, regions: Sequence[Region]) -> dict[Key, Cell]:
+#: What a rank has.
+Cells = dict[Key, Cell]
+
+
+def cells_of(side: str, regions: Sequence[Region]) -> Cells:
     """Raises TransferError, naming region, field and values, for one that contradicts itself or repeats another."""
-    found: dict[Key, Cell] = {}
+    found: Cells = {}
     for index, region in enumerate(regions):
         where = f"{side} region {index} ({region.part} of layer {region.layer})"
         start, stride = 0, _entry_bytes(where, region)
@@ -113,8 +117,13 @@ def slices_in(
     """What a rank's regions have, layer run by layer run: of the model's KV, or with `every` of each part but the
     metadata, by names of its own. Raises TransferError as `cells_of`.
     """
+    return slices_of(cells_of("its", regions), cp_rank, cp_size, every=every)
+
+
+def slices_of(cells: Cells, cp_rank: int = 0, cp_size: int = 1, *, every: bool = False) -> tuple[Slice, ...]:
+    """As `slices_in`, of cells."""
     runs: dict[tuple[str, int, int, int, int], list[tuple[int, int]]] = {}
-    for key, cell in sorted(cells_of("its", regions).items()):
+    for key, cell in sorted(cells.items()):
         kv = key.part in _KV and not key.stack and cell.region.kind is RegionKind.PAGES
         if key.part == METADATA or not (kv or every):
             continue

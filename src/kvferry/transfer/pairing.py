@@ -15,7 +15,7 @@ import numpy as np
 
 from kvferry.transfer.blocks import Columns
 from kvferry.transfer.contract import Region, RegionKind, TransferError
-from kvferry.transfer.layout import Cell, Key, cells_of, entries_of, is_opaque
+from kvferry.transfer.layout import Cell, Cells, Key, cells_of, entries_of, is_opaque
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def pair(source_regions: Sequence[Region], target_regions: Sequence[Region]) -> 
     for key, cell in source.items():
         ours, theirs = (cell.first_head, cell.heads), (target[key].first_head, target[key].heads)
         _equal(key, "(first_head, heads)", ours, theirs)
-    return _pairing(source, target, False)
+    return pair_cells(source, target, replicas=False)
 
 
 def pair_common(source_regions: Sequence[Region], target_regions: Sequence[Region]) -> Pairing:
@@ -125,7 +125,7 @@ def pair_common(source_regions: Sequence[Region], target_regions: Sequence[Regio
 
     Raises TransferError, naming both values, for what a side has twice, and for what can't be copied.
     """
-    return _pairing(cells_of("source", source_regions), cells_of("target", target_regions), True)
+    return pair_cells(cells_of("source", source_regions), cells_of("target", target_regions))
 
 
 def check_given(source_regions: Sequence[Region], pairings: Sequence[Pairing]) -> None:
@@ -148,7 +148,8 @@ def check_given(source_regions: Sequence[Region], pairings: Sequence[Pairing]) -
             )
 
 
-def _pairing(source: dict[Key, Cell], target: dict[Key, Cell], replicas: bool) -> Pairing:
+def pair_cells(source: Cells, target: Cells, *, replicas: bool = True) -> Pairing:
+    """As `pair_common`, of cells. Without `replicas` the source gives what it has, whatever its number among them."""
     links: dict[Terms, list[_Link]] = {}
     for key in sorted(source.keys() & target.keys()):
         _check(key, source[key], target[key])

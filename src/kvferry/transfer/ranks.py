@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from kvferry.protocol.rank import LEADER, Slice
 from kvferry.transfer.contract import Region, TransferError
-from kvferry.transfer.layout import slices_in
-from kvferry.transfer.pairing import Pairing, pair_common
+from kvferry.transfer.layout import cells_of, slices_of
+from kvferry.transfer.pairing import Pairing, pair_cells
 
 Slices = tuple[Slice, ...]
 Routes = dict[int, tuple[int, ...]]
@@ -64,14 +64,13 @@ def pair_instances(
     Raises TransferError for what can't be copied, naming both values, and as `routes`.
     """
     parts = cp_ranks or {}
-    ours = {rank: slices_in(found, parts.get(rank, 0), cp_size, every=True) for rank, found in sources.items()}
-    theirs = {rank: slices_in(found, every=True) for rank, found in targets.items()}
-    met = {
-        (source, target): pair_common(regions, targets[target])
-        for source, regions in sources.items()
-        for target in targets
-    }
-    return {(source, target): met[source, target] for source, found in routes(ours, theirs).items() for target in found}
+    ours = {rank: cells_of(f"source rank {rank}'s", regions) for rank, regions in sources.items()}
+    theirs = {rank: cells_of(f"target rank {rank}'s", regions) for rank, regions in targets.items()}
+    ways = routes(
+        {rank: slices_of(cells, parts.get(rank, 0), cp_size, every=True) for rank, cells in ours.items()},
+        {rank: slices_of(cells, every=True) for rank, cells in theirs.items()},
+    )
+    return {(source, to): pair_cells(ours[source], theirs[to]) for source, found in ways.items() for to in found}
 
 
 def _check_cp(sources: _Ranks, targets: _Ranks) -> None:
