@@ -46,7 +46,8 @@ ask: install  ## One question to a running server: make ask Q="..."
 
 test: lint types unit  ## Lint, strict types, tests
 
-test-full: test  ## The tests, and what takes long: the exploration within its full bounds, thousands of seeds
+test-full: test  ## The tests, and what takes long: the exploration within its full bounds, thousands of seeds, layouts
+	KVFERRY_LAYOUT_CASES=10000 $(BIN)/python -m pytest -q tests/transfer/test_plan_layouts.py
 	$(BIN)/kvferry sim explore
 	$(BIN)/kvferry sim --first 1000 --seeds 5000
 

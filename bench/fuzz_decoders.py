@@ -81,11 +81,14 @@ from kvferry.transfer.contract import (
     Descriptor,
     Region,
     RegionKind,
+    Segment,
     TransferError,
     decode_descriptor,
     encode_descriptor,
 )
-from kvferry.transfer.plan import pair, plan_pages, plan_row
+from kvferry.transfer.layout import slices_in
+from kvferry.transfer.plan import Chunk, Held, pair, pair_common, plan, plan_pages, plan_row
+from kvferry.transfer.ranks import routes
 from kvferry.transfer.ucx_agent import UcxMetadata, add_peer
 
 ROOM = (1 << 63) - 25
@@ -121,8 +124,11 @@ FRAMES: tuple[Frame, ...] = (
 NOTIFICATION = encode_notification(Notification(ROOM, 0, 1 << 63))
 
 REGIONS = (
-    Region(RegionKind.PAGES, "k", 0, 1 << 46, 512, 640, 0, 3),
-    Region(RegionKind.PAGES, "v", 0, 1 << 45, 512, 640, 0, 3),
+    Region(RegionKind.PAGES, "k", 0, 1 << 46, 512, 640, 0, 4, tokens=8),
+    Region(RegionKind.PAGES, "v", 0, 1 << 45, 512, 640, 0, 4, tokens=8),
+    Region(RegionKind.PAGES, "k", 1, 1 << 43, 512, 640, 0, 4, tokens=8, window=12),
+    Region(RegionKind.RINGS, "v", 1, 1 << 42, 512, 8, 0, 4, tokens=16, window=12),
+    Region(RegionKind.ROWS, "conv", 2, 1 << 41, 36, 8, segments=(Segment(0, 4, 8), Segment(0, 0, 4, 1, 2))),
     Region(RegionKind.ROWS, "metadata", -1, 1 << 44, ROW_BYTES, 256),
 )  # fmt: skip
 UCX = msgspec.msgpack.encode(UcxMetadata("tcp", 4321, b"an agent's own" * 8))
@@ -160,7 +166,10 @@ def _destination(data: bytes) -> object:
     descriptor = decode_descriptor(data)
     pairing = pair(REGIONS, descriptor.regions)
     plan_row(pairing, "metadata", 0, 255)
-    return plan_pages(pairing, np.arange(4), np.asarray((7, 0, 3, 639)))
+    plan_pages(pairing, np.arange(4), np.asarray((7, 0, 3, 639)))
+    routes({0: slices_in(REGIONS)}, {0: slices_in(descriptor.regions)})
+    ours, theirs = (Held((7, 0, 3, 639), dict.fromkeys(("conv", "v"), 7)) for _ in range(2))
+    return plan(pair_common(REGIONS, descriptor.regions), Chunk(3, 29, 29), ours, theirs).spans
 
 
 class _NoAgent:

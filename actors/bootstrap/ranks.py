@@ -52,6 +52,10 @@ class RankTable:
                 return RegistrationRefused(f"{name}_size is {size}; allowed: 1 to {MAX_SIZE}", retry=False)
             if not 0 <= rank < size:
                 return RegistrationRefused(f"{name}_rank is {rank}; allowed: 0 to {size - 1}", retry=False)
+        try:
+            _ = info.slice
+        except ValueError as error:
+            return RegistrationRefused(f"{info.instance}: {error}", retry=False)
         for place, other in self.ranks.items():
             if other.address.incarnation == info.address.incarnation and place != place_of(info):
                 text = f"process {info.address.incarnation:016x} is {other.instance} rank {place[1:]} already"

@@ -16,8 +16,11 @@ from kvferry.engine.contract import Engine
 from kvferry.protocol.metadata import Metadata
 from kvferry.protocol.rank import LEADER
 from kvferry.transfer.contract import Descriptor, Peer, Spans, WriteHandle
+from kvferry.transfer.layout import METADATA
+from kvferry.transfer.page_plan import page_blocks
 from kvferry.transfer.pairing import Pairing, check_given, pair, pair_common
 from kvferry.transfer.plan import plan_pages, plan_row, total_bytes
+from kvferry.transfer.row_plan import row_blocks
 
 #: Target rank -> the descriptor by which we write to it.
 Targets = Mapping[int, Descriptor]
@@ -72,9 +75,9 @@ class SpanPlanner:
                 pairing = self._pairings[target.incarnation] = meet(self._regions, target.regions)
                 self._of_owner.setdefault(owner, set()).add(target.incarnation)
             pairings.append(pairing)
-            plan_pages(pairing, np.arange(len(pages)), _ids(pages))
+            page_blocks(pairing, np.arange(len(pages)), _ids(pages))
             if rank == LEADER and slot is not None:
-                plan_row(pairing, "metadata", 0, slot)
+                row_blocks(pairing, METADATA, 0, slot)
         check_given(self._regions, pairings)
 
     def pages(self, sending: Sending, source: Sequence[int], target: Sequence[int]) -> list[RankWrite]:
@@ -89,7 +92,7 @@ class SpanPlanner:
         """The leader's last write to decode's leader: the metadata go with it, in our row `row`."""
         metadata.pack_into(self._engine.metadata_row(row))
         pairing = self._pairings[sending.targets[LEADER].descriptor.incarnation]
-        spans = plan_row(pairing, "metadata", row, slot)
+        spans = plan_row(pairing, METADATA, row, slot)
         return RankWrite(LEADER, np.concatenate([write.spans, spans]), write.kv_bytes, total_bytes(spans))
 
     def forget(self, owner: int) -> None:

@@ -11,7 +11,7 @@ from kvferry.actors.bootstrap.ranks import RankTable, group_size, place_of
 from kvferry.protocol.address import Address
 from kvferry.protocol.rank import Layout, RankInfo
 
-LAYOUT = Layout("smollm2", "rev-a", "float32", 16, layers=30, kv_heads=3, head_dim=64, policy="early")
+LAYOUT = Layout("llama", "rev-a", "float32", 16, layers=30, kv_heads=6, head_dim=64, policy="early")
 WANTED = {"prefill": 1, "decode": 1}
 
 
@@ -72,10 +72,11 @@ def test_half_of_two_instances_is_no_instance() -> None:
 
 @pytest.mark.parametrize(
     ("field", "ours"),
-    [("model", "llama"), ("revision", "rev-b"), ("dtype", "bfloat16"), ("page_size", 32), ("layers", 31),
+    [("model", "smollm2"), ("revision", "rev-b"), ("dtype", "bfloat16"), ("page_size", 32), ("layers", 31),
      ("kv_heads", 9), ("head_dim", 128), ("policy", "prefill_complete")],
 )  # fmt: skip
 def test_a_rank_that_does_not_match_is_refused_with_both_values(field: str, ours: object) -> None:
+    """Case 44: other pages, dtype, layers or heads than those that are there."""
     table = RankTable()
     register(table, rank("prefill-0", 1))
     other = rank("decode-0", 2, layout=msgspec.structs.replace(LAYOUT, **{field: ours}))
@@ -120,6 +121,20 @@ def test_a_coordinate_outside_its_size_is_refused(name: str, number: int, size: 
     refused = RankTable().refuse(rank(**{f"{name}_rank": number, f"{name}_size": size}))
     assert refused is not None and not refused.retry
     assert refused.reason == f"{name}_rank is {number}; allowed: {allowed}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"tp_size": 4}, "tp is 4; allowed: what divides the model's 6 KV heads, or is a multiple of them"),
+        ({"pp_size": 31}, "pp is 31; allowed: at most the model's 30 layers"),
+        ({"pp_size": 2, "stages": (15, 14)}, "stages are (15, 14); wanted 2 of at least 1 layer, 30 layers in all"),
+    ],
+)
+def test_what_its_model_cannot_be_sliced_into_is_refused(fields: dict[str, object], words: str) -> None:
+    refused = RankTable().refuse(rank(**fields))
+    assert refused is not None and not refused.retry and refused.reason == f"prefill-0: {words}"
+    assert RankTable().refuse(rank(tp_size=12, pp_size=2, stages=(1, 29))) is None
 
 
 def test_one_process_holds_one_place() -> None:

@@ -82,7 +82,7 @@ class Stage:
 ROUTE: dict[str, Any] = {
     "instance": "prefill-0", "role": "prefill", "incarnation": "00000000000000aa", "host": "h", "pid": 5,
     "rank_ip": "127.0.0.1", "rank_port": 4000, "attn_tp_size": 1, "attn_tp_rank": 0, "pp_size": 1, "pp_rank": 0,
-    "model": "m", "revision": "r", "kv_cache_dtype": "float32", "page_size": 16, "layers": 30, "kv_heads": 3,
+    "model": "m", "revision": "r", "kv_cache_dtype": "float32", "page_size": 16, "layers": 30, "kv_heads": 4,
     "head_dim": 64, "pages": 640,
 }  # fmt: skip
 

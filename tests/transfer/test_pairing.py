@@ -73,7 +73,7 @@ def test_case_44_what_cannot_be_copied_is_refused_with_both_values(source: Regio
         (k(replica=2, replicas=2), "replica is 2 of 2 replicas"),
         (k(segments=(Segment(0, 4, 8),)), "pages have no segments"),
         (rows(segments=(Segment(0, 4, 4), Segment(0, 0, 3))), "item_bytes is 32; its segments have 19"),
-        (rows(tokens=4), "rows with tokens 4"),
+        (rows(tokens=4), "rows have tokens 4, entry_tokens 1, window 0; wanted 0, 1, 0"),
     ],
 )
 def test_a_region_that_contradicts_itself_is_refused(region: Region, words: str) -> None:

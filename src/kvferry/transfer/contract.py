@@ -51,7 +51,7 @@ class Segment(msgspec.Struct, frozen=True, array_like=True):
     replicas: _AtLeastOne = 1
 
 
-class Region(msgspec.Struct, frozen=True):
+class Region(msgspec.Struct, frozen=True, omit_defaults=True):
     """One registered memory area: `items` items of `item_bytes` each, contiguous from address `base`.
 
     What an item holds:

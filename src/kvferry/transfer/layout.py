@@ -7,9 +7,10 @@ cells, so never by the position of a region in a list.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
-from kvferry.protocol.rank import Layout, Slice
+from kvferry.protocol.rank import Slice
 from kvferry.transfer.contract import Region, RegionKind, Segment, TransferError
 
 #: Rows of this part go from leader to leader, whatever else the ranks have.
@@ -83,7 +84,8 @@ def entries_of(region: Region) -> int:
 def _entry_bytes(where: str, region: Region) -> int:
     if region.kind is RegionKind.ROWS:
         if region.tokens or region.entry_tokens != 1 or region.window:
-            raise TransferError(f"{where}: rows with tokens {region.tokens}, entry_tokens {region.entry_tokens}")
+            found = f"tokens {region.tokens}, entry_tokens {region.entry_tokens}, window {region.window}"
+            raise TransferError(f"{where}: rows have {found}; wanted 0, 1, 0")
         return region.item_bytes
     if region.tokens % region.entry_tokens:
         raise TransferError(f"{where}: tokens is {region.tokens}, and entry_tokens {region.entry_tokens}")
@@ -111,8 +113,16 @@ def _segments_of(where: str, region: Region, entry_bytes: int) -> Iterable[Segme
     return region.segments
 
 
+def gives(source: Cell | Slice, target: Cell | Slice) -> bool:
+    """Of its replicas, that source is the one that writes to that target: with R replicas at the source and Q at the
+    target, target replica q has it from source replica q * R // Q.
+    """
+    return source.replica == target.replica * source.replicas // target.replicas
+
+
+@lru_cache(maxsize=64)
 def slices_in(
-    regions: Sequence[Region], cp_rank: int = 0, cp_size: int = 1, *, every: bool = False
+    regions: tuple[Region, ...], cp_rank: int = 0, cp_size: int = 1, *, every: bool = False
 ) -> tuple[Slice, ...]:
     """What a rank's regions have, layer run by layer run: of the model's KV, or with `every` of each part but the
     metadata, by names of its own. Raises TransferError as `cells_of`.
@@ -138,13 +148,3 @@ def slices_of(cells: Cells, cp_rank: int = 0, cp_size: int = 1, *, every: bool =
         for (name, head, heads, replica, replicas), layers in sorted(runs.items())
         for first, end in layers
     )
-
-
-def check_layouts(source: Layout, target: Layout) -> None:
-    """Raises TransferError, naming the field and both values, for two instances that can't be a pair: not the same
-    model, or KV of another shape. Page sizes may differ.
-    """
-    for name in ("model", "revision", "dtype", "layers", "kv_heads", "head_dim", "policy"):
-        ours, theirs = getattr(source, name), getattr(target, name)
-        if ours != theirs:
-            raise TransferError(f"{name} is {ours!r} at the source, {theirs!r} at the target")

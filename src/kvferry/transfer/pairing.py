@@ -1,9 +1,9 @@
 """How the regions of a source rank meet those of a target rank. Made once per peer; pure.
 
 Cells of one key are paired as far as both have the same heads. Where the source has replicas, the target's own number
-among its replicas says which of them writes: with R replicas at the source and Q at the target, target replica q has
-it from source replica q * R // Q, so that the work is shared out evenly and each target has everything once. It takes
-no knowledge of the other ranks. Which ranks meet at all is in `kvferry.transfer.ranks`.
+among its replicas says which of them writes (`kvferry.transfer.layout.gives`), so that the work is shared out evenly
+and each target has everything once. It takes no knowledge of the other ranks. Which ranks meet at all is in
+`kvferry.transfer.ranks`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from kvferry.transfer.blocks import Columns
 from kvferry.transfer.contract import Region, RegionKind, TransferError
-from kvferry.transfer.layout import Cell, Cells, Key, cells_of, entries_of, is_opaque
+from kvferry.transfer.layout import Cell, Cells, Key, cells_of, entries_of, gives, is_opaque
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def _equal(key: Key, name: str, ours: object, theirs: object) -> None:
 
 
 def _link(key: Key, source: Cell, target: Cell, replicas: bool) -> _Link | None:
-    if replicas and source.replica != target.replica * source.replicas // target.replicas:
+    if replicas and not gives(source, target):
         return None
     if not source.heads:
         return _Link(key, source, target, 0, 0)

@@ -17,14 +17,14 @@ from kvferry.transfer.blocks import Block, gather_list, scatter_list, spans_of
 from kvferry.transfer.chunk import Chunk, cp_range
 from kvferry.transfer.contract import Spans
 from kvferry.transfer.cost import Costs, Estimate, estimate
-from kvferry.transfer.layout import METADATA, check_layouts
+from kvferry.transfer.layout import METADATA
 from kvferry.transfer.page_plan import Pages, page_blocks, token_blocks
 from kvferry.transfer.pairing import Pairing, pair, pair_common
 from kvferry.transfer.row_plan import Slots, row_blocks, state_blocks
 from kvferry.transfer.spans import split, total_bytes
 
 __all__ = [
-    "Block", "Chunk", "Costs", "Estimate", "Held", "Pairing", "Plan", "check_layouts", "cp_range", "gather_list",
+    "Block", "Chunk", "Costs", "Estimate", "Held", "Pairing", "Plan", "cp_range", "gather_list",
     "pair", "pair_common", "plan", "plan_pages", "plan_row", "scatter_list", "split", "total_bytes",
 ]  # fmt: skip
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvferry.protocol.rank import LEADER, Slice
 from kvferry.transfer.contract import Region, TransferError
-from kvferry.transfer.layout import cells_of, slices_of
+from kvferry.transfer.layout import cells_of, gives, slices_of
 from kvferry.transfer.pairing import Pairing, pair_cells
 
 Slices = tuple[Slice, ...]
@@ -45,11 +45,6 @@ def _routes(sources: _Ranks, targets: _Ranks) -> tuple[tuple[int, tuple[int, ...
         pairs |= _pairs(part, _of(part, sources), _of(part, targets))
     ranks = sorted({source for source, _ in pairs})
     return tuple((rank, tuple(sorted(target for source, target in pairs if source == rank))) for rank in ranks)
-
-
-def gives(source: Slice, target: Slice) -> bool:
-    """Of its replicas, that source is the one that writes to that target."""
-    return source.replica == target.replica * source.replicas // target.replicas
 
 
 def pair_instances(
