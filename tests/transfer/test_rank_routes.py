@@ -199,6 +199,8 @@ ALL = {0: (Slice(0, 7, 0, 4),)}
         (ALL, {0: (Slice(0, 7, 0, 2),)}, "no target rank has heads 2 to 3 of kv of layer 0"),
         ({0: (Slice(0, 7, 0, 4, 1, 2),)}, ALL, "no source rank has heads 0 to 3"),
         ({0: (Slice(0, 7, 0, 0),)}, ALL, "kv: divided by heads at one side, not divided at the other"),
+        ({0: (Slice(0, 7, 0, 4, 2, 2),)}, ALL, "rank 0 is replica 2 of 2, cp_rank 0 of 1; wanted numbers below"),
+        ({0: (Slice(0, 7, 0, 4, cp_size=-1),)}, ALL, "cp_rank 0 of -1"),
         ({0: (Slice(0, 7, 0, 4), Slice(0, 7, 0, 0, part="index"))}, ALL, "no target rank has index of layer 0"),
     ],
 )  # fmt: skip

@@ -40,7 +40,7 @@ def routes(sources: Mapping[int, Slices], targets: Mapping[int, Slices]) -> Rout
 @lru_cache(maxsize=256)
 def _routes(sources: _Ranks, targets: _Ranks) -> tuple[tuple[int, tuple[int, ...]], ...]:
     pairs = {(LEADER, LEADER)}
-    _check_cp(sources, targets)
+    _check_numbers(sources, targets)
     for part in dict.fromkeys(piece.part for _, pieces in (*sources, *targets) for piece in pieces):
         pairs |= _pairs(part, _of(part, sources), _of(part, targets))
     ranks = sorted({source for source, _ in pairs})
@@ -68,7 +68,12 @@ def pair_instances(
     return {(source, to): pair_cells(ours[source], theirs[to]) for source, found in ways.items() for to in found}
 
 
-def _check_cp(sources: _Ranks, targets: _Ranks) -> None:
+def _check_numbers(sources: _Ranks, targets: _Ranks) -> None:
+    for rank, pieces in (*sources, *targets):
+        for piece in pieces:
+            if not (0 <= piece.replica < piece.replicas and 0 <= piece.cp_rank < piece.cp_size):
+                numbers = f"replica {piece.replica} of {piece.replicas}, cp_rank {piece.cp_rank} of {piece.cp_size}"
+                raise TransferError(f"rank {rank} is {numbers}; wanted numbers below their counts")
     for _, pieces in targets:
         for piece in pieces:
             if piece.cp_size != 1:
