@@ -24,7 +24,7 @@ ALL = [model for group in MODELS.values() for model in group]
 @pytest.mark.parametrize("model", ALL, ids=lambda model: model.name)
 def test_a_model_is_covered_within_its_small_bounds(model: Model) -> None:
     """Every state is left by every event, nothing is violated, and from each of them everything can end."""
-    found = Search(model.world(full=False)).run()
+    found = model.search(model.world(full=False)).run()
     assert found.violation is None, found.trace
     assert found.frontier == 0
     assert found.states > 100

@@ -138,7 +138,9 @@ class Change:
             if isinstance(message, PrefillDone) and not message.awaits_destination:
                 return False  # it changes nothing but the room's clock: see `local.check_news`
             return message.room in self.world.locals.states[self.locals[slot]].rooms
-        return not isinstance(message, UnknownRoom if role == "prefill" else Progress)
+        if isinstance(message, UnknownRoom) and role.startswith("prefill"):  # it ends a room that has broken
+            return message.room in self.world.locals.states[self.locals[slot]].rooms
+        return not isinstance(message, Progress)
 
     def _purge(self, here: int, slot: int) -> None:
         """A room may have ended in this turn: what is on its way to it does not matter any more."""

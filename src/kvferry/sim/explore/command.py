@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvferry.sim.explore.diagram import diagram
+from kvferry.sim.explore.gathering import GatheringSearch
 from kvferry.sim.explore.local import check_news
 from kvferry.sim.explore.models import MODELS, Model
 from kvferry.sim.explore.search import Found, Search
@@ -35,22 +36,22 @@ def run(name: str | None, small: bool, as_json: bool) -> int:
 def explore(model: Model, full: bool, console: Console) -> dict[str, Any]:
     """One model, with a line that says how far it is."""
     world = model.world(full)
-    search, began_s = Search(world), time.monotonic()
+    search, began_s = model.search(world), time.monotonic()
     console.print(f"[bold]{model.name}[/bold]: {model.title}. Bounds: {model.bounds(full)}.", highlight=False)
     with Live(console=console, auto_refresh=False, transient=True) as live:
 
-        def show(search: Search, frontier: int) -> None:
+        def show(search: Search | GatheringSearch, frontier: int) -> None:
             live.update(_line(search, frontier, time.monotonic() - began_s), refresh=console.is_terminal)
 
         found = search.run(show)
     row = _row(model, full, found, time.monotonic() - began_s)
     if found.violation is not None:
-        row["trace"] = diagram(world, found.trace, found.violation)  # type: ignore[arg-type]
+        row["trace"] = diagram(world, found.trace, found.violation)
         console.print(f"[red]{found.violation}[/red]\n{row['trace']}", highlight=False)
     return row
 
 
-def _line(search: Search, frontier: int, elapsed_s: float) -> Text:
+def _line(search: Search | GatheringSearch, frontier: int, elapsed_s: float) -> Text:
     """The share of known states that have been left by all their events: it is full when the model is covered."""
     done = search.states - frontier
     cells = 30 * done // max(1, search.states)

@@ -12,22 +12,24 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvferry.sim.explore.bounds import Bounds
-from kvferry.sim.explore.search import Explorable
+from kvferry.sim.explore.gathering import GatheringSearch
+from kvferry.sim.explore.search import Search
 from kvferry.sim.explore.session import SessionBounds, SessionWorld
 from kvferry.sim.explore.world import World
 
 
 @dataclass(frozen=True)
 class Model:
-    """`title` says what it is; `make` builds its world for the small or the full bounds."""
+    """`title` says what it is; `make` builds its world for the small or the full bounds, `search` is its search."""
 
     name: str
     title: str
     small: Any
     full: Any
-    make: Callable[[Any], Explorable]
+    make: Callable[[Any], Any]
+    search: Callable[[Any], Search | GatheringSearch]
 
-    def world(self, full: bool) -> Explorable:
+    def world(self, full: bool) -> Any:
         return self.make(self.full if full else self.small)
 
     def bounds(self, full: bool) -> str:
@@ -35,6 +37,7 @@ class Model:
         return text
 
 
+ONE_FAULT = SessionBounds(faults=1)
 ONE_ROOM = Bounds(requests=1, faults=1)
 TWO_ROOMS = Bounds(requests=2, prompt=True)
 TWO_CHUNKS = Bounds(requests=1, prompt=True, prompt_tokens=2, pages=4, source_pages=2)
@@ -44,12 +47,12 @@ TWO_ROUTERS = Bounds(routers=2, requests=1, attempts=2, source_pages=2, crashing
 
 
 def _world(name: str, title: str, full: Bounds, **small: Any) -> Model:
-    return Model(name, title, replace(full, **small), full, World)
+    return Model(name, title, replace(full, **small), full, World, Search)
 
 
 MODELS: dict[str, tuple[Model, ...]] = {
     "session": (
-        Model("session", "two link layers over a bad carrier", SessionBounds(faults=0), SessionBounds(), SessionWorld),
+        Model("session", "two links, a bad carrier", ONE_FAULT, SessionBounds(), SessionWorld, GatheringSearch),
     ),
     "handoff": (
         _world("handoff", "two rooms, and the second needs the pages of the first", TWO_ROOMS, faults=0),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Protocol
 
+from kvferry.sim.explore.liveness import cannot_end
 from kvferry.sim.explore.violation import Violation
 
 Event = tuple[Any, ...]
@@ -51,7 +52,8 @@ class Search:
         self._parents, self._causes = array("i"), array("i")
         self._events: list[Event] = []
         self._event_numbers: dict[Event, int] = {}
-        self._to, self._ends = array("i"), array("i")  # fair successors of each state, and where its part of them ends
+        self._from, self._to = array("i"), array("i")  # along fair events
+        self._left = 0  # states that have been left by all their events
         self._quiet = bytearray()
         self.transitions = 0
         self.depth = 0
@@ -76,7 +78,7 @@ class Search:
         return found if layer else self._alive(found)
 
     def _next_layer(self, layer: list[Any], progress: Callable[[Search, int], None]) -> list[Any]:
-        world, following, first = self._world, [], len(self._ends)
+        world, following, first = self._world, [], self._left
         for at, state in enumerate(layer):
             number = first + at
             for event in world.events(state):
@@ -91,8 +93,9 @@ class Search:
                 except Violation as violation:
                     raise _Stopped(violation, [*self._trace(number), event]) from violation
                 if world.is_fair(event):
+                    self._from.append(number)
                     self._to.append(known)
-            self._ends.append(len(self._to))
+            self._left += 1
             if at % 1024 == 0:
                 progress(self, len(layer) - at + len(following))
         return following
@@ -124,35 +127,12 @@ class Search:
         return events[::-1]
 
     def _alive(self, found: Found) -> Found:
-        """Backwards along what happens at last if it stays possible: from every state the end must be in reach."""
-        count = self.states
-        degrees = array("i", bytes(4 * (count + 1)))
-        for to in self._to:
-            degrees[to + 1] += 1
-        for at in range(count):
-            degrees[at + 1] += degrees[at]
-        sources, places, begin = array("i", bytes(4 * len(self._to))), array("i", degrees), 0
-        for state in range(count):
-            for at in range(begin, self._ends[state]):
-                to = self._to[at]
-                sources[places[to]] = state
-                places[to] += 1
-            begin = self._ends[state]
-        reached = bytearray(self._quiet)
-        stack = [state for state in range(count) if reached[state]]
-        while stack:
-            state = stack.pop()
-            for at in range(degrees[state], degrees[state + 1]):
-                source = sources[at]
-                if not reached[source]:
-                    reached[source] = 1
-                    stack.append(source)
-        stuck = reached.find(0)
-        if stuck >= 0:
+        """From every state the end must be in reach, along what happens at last if it stays possible."""
+        stuck, count = cannot_end(self._quiet, self._from, self._to)
+        if count:
             found.trace = self._trace(stuck)
-            found.violation = Violation(
-                "all-end", f"{reached.count(0)} states, from which nothing ends every room and returns every page"
-            )
+            text = f"{count} states, from which nothing ends every room and returns every page"
+            found.violation = Violation("all-end", text)
         return found
 
 

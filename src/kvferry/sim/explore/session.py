@@ -26,7 +26,7 @@ class SessionBounds:
 
     messages: int = 1
     dials: int = 1
-    faults: int = 1
+    faults: int = 2
     drops: bool = True
 
     def text(self) -> str:
@@ -52,32 +52,33 @@ class EndState:
 
 
 class Pair(NamedTuple):
-    """`ends`: the number of each process's state (-1: dead); `frames`: all that was ever sent to each, as bits."""
+    """`ends`: the number of each process's state (-1: dead). What was sent on any way to it is gathered beside it."""
 
     ends: tuple[int, int]
     lives: tuple[int, int]
-    frames: tuple[int, int]
     faults: int
 
 
 @dataclass
 class SessionWorld:
-    """Two processes, by slot 0 and 1."""
+    """Two processes, by slot 0 and 1. It gathers the frames that were ever sent, each a bit by its number."""
 
     bounds: SessionBounds
     ends: list[EndState] = field(default_factory=list)
-    frames: list[tuple[bytes, bytes, int]] = field(default_factory=list)  # (path at the receiver, bytes, for whom)
+    #: (slot of the receiver, path there, bytes, for whom; 0: for whoever lives there)
+    frames: list[tuple[int, bytes, bytes, int]] = field(default_factory=list)
     _ids: dict[Hashable, int] = field(default_factory=dict)
-    _frame_ids: dict[tuple[bytes, bytes, int], int] = field(default_factory=dict)
+    _frame_ids: dict[tuple[int, bytes, bytes, int], int] = field(default_factory=dict)
+    _frames_for: dict[tuple[int, int], int] = field(default_factory=dict)
     _turns: dict[tuple[int, Event], tuple[int, int] | Violation] = field(default_factory=dict)
-    _met: dict[Hashable, tuple[int, int]] = field(default_factory=dict)
+    _deaf: dict[int, int] = field(default_factory=dict)  # by end: frames that change nothing there
 
     def address(self, slot: int, life: int) -> Address:
         return Address("AB"[slot], f"endpoint-{slot}", (slot + 1) * 16 + life, "", 0)
 
     def start(self) -> Pair:
         first, second = (self._add(End(self.address(slot, 1)), 1) for slot in (0, 1))
-        return Pair((first, second), (1, 1), (0, 0), self.bounds.faults)
+        return Pair((first, second), (1, 1), self.bounds.faults)
 
     def _add(self, end: End, life: int) -> int:
         key = end.address.incarnation, end.key()
@@ -89,17 +90,14 @@ class SessionWorld:
 
     # --- events ---
 
-    def events(self, state: Pair) -> Iterator[Event]:
+    def own(self, state: Pair) -> Iterator[Event]:
+        """What needs no frame."""
         for slot in (0, 1):
             if state.ends[slot] < 0:
                 if state.lives[slot] <= self.bounds.faults:
                     yield ("restart", slot)
                 continue
             end, other = self.ends[state.ends[slot]], 1 - slot
-            here = self.address(slot, state.lives[slot]).incarnation
-            for frame in _bits(state.frames[slot]):
-                if self.frames[frame][2] in (0, here):
-                    yield ("frame", slot, frame)
             linked = {session.peer for session in end.sessions}
             for life in range(1, state.lives[other] + 1):
                 if end.dials < self.bounds.dials and self.address(other, life).incarnation not in linked:
@@ -111,6 +109,27 @@ class SessionWorld:
             for slot in (0, 1):
                 if state.ends[slot] >= 0:
                     yield ("crash", slot)
+
+    def brought(self, state: Pair, gathered: int) -> Iterator[Event]:
+        """Frames that arrive. One that is known to change nothing is left out."""
+        for slot in (0, 1):
+            end = state.ends[slot]
+            if end >= 0:
+                hears = self._heard_by(slot, state.lives[slot]) & ~self._deaf.get(end, 0)
+                for frame in _bits(gathered & hears):
+                    yield ("frame", slot, frame)
+
+    def _heard_by(self, slot: int, life: int) -> int:
+        incarnation = self.address(slot, life).incarnation
+        return self._frames_for.get((slot, 0), 0) | self._frames_for.get((slot, incarnation), 0)
+
+    def kept(self, state: Pair, gathered: int) -> int:
+        """Without what only a process that has ended could receive."""
+        mask = 0
+        for slot in (0, 1):
+            lives = state.ends[slot] >= 0
+            mask |= self._heard_by(slot, state.lives[slot]) if lives else self._frames_for.get((slot, 0), 0)
+        return gathered & mask
 
     def _events_of(self, state: Pair, slot: int, session: SessionState, there: int) -> Iterator[Event]:
         for timer in session.timers:
@@ -124,44 +143,50 @@ class SessionWorld:
         if state.faults and session.path is not None:
             yield ("down", slot, session.path)
 
-    def _after(self, state: Pair, event: Event) -> Pair:
+    def turn(self, state: Pair, event: Event) -> tuple[Pair, int]:
+        """The state that follows, and the frames that are sent. Raises Violation."""
         name, slot, *rest = event
         if name == "crash":
             ends = (-1, state.ends[1]) if slot == 0 else (state.ends[0], -1)
-            return self._pruned(state._replace(ends=ends, faults=state.faults - 1))
+            return state._replace(ends=ends, faults=state.faults - 1), 0
         if name == "restart":
             lives = tuple(life + (at == slot) for at, life in enumerate(state.lives))
             end = self._add(End(self.address(slot, lives[slot])), lives[slot])
             ends = (end, state.ends[1]) if slot == 0 else (state.ends[0], end)
-            return state._replace(ends=ends, lives=(lives[0], lives[1]))
-        arguments: tuple[Any, ...] = tuple(rest)
-        if name == "frame":
-            path, data, _ = self.frames[rest[0]]
-            return self._turn(state, slot, ("frame", path, data))
-        if name == "down":
-            return self._turn(state._replace(faults=state.faults - 1), slot, ("path_down", *rest))
-        if name == "dial":
-            arguments = (self.address(1 - slot, rest[0]),)
-        return self._turn(state, slot, (name, *arguments))
+            return state._replace(ends=ends, lives=(lives[0], lives[1])), 0
+        number = state.ends[slot]
+        end, sent = self._turn(number, slot, state.lives[slot], event)
+        if name == "frame" and end == number and not sent:
+            self._deaf[number] = self._deaf.get(number, 0) | 1 << rest[0]
+        ends = (end, state.ends[1]) if slot == 0 else (state.ends[0], end)
+        return Pair(ends, state.lives, state.faults - (name == "down")), sent
 
     def after(self, state: Pair, event: Event) -> Pair:
-        return self._merged(self._after(state, event))
+        return self.turn(state, event)[0]
 
-    def _turn(self, state: Pair, slot: int, event: Event) -> Pair:
-        known = self._turns.get((state.ends[slot], event))
+    def _turn(self, number: int, slot: int, life: int, event: Event) -> tuple[int, int]:
+        """Each turn of a process is run once. What happens is told to it in its own words."""
+        known = self._turns.get((number, event))
         if known is None:
             try:
-                known = self._run(state.ends[slot], event, slot, state.lives[slot])
+                known = self._run(number, self._told(event), slot, life)
             except Violation as violation:
                 known = violation
-            self._turns[(state.ends[slot], event)] = known
+            self._turns[(number, event)] = known
         if isinstance(known, Violation):
             raise known
-        end, sent = known
-        ends = (end, state.ends[1]) if slot == 0 else (state.ends[0], end)
-        to, back = state.frames
-        frames = (to, back | sent) if slot == 0 else (to | sent, back)
-        return state._replace(ends=ends, frames=frames)
+        return known
+
+    def _told(self, event: Event) -> Event:
+        match event:
+            case ("frame", _, frame):
+                return ("frame", *self.frames[frame][1:3])
+            case ("down", _, path):
+                return ("path_down", path)
+            case ("dial", slot, life):
+                return ("dial", self.address(1 - slot, life))
+        name, _, *rest = event
+        return (name, *rest)
 
     def _run(self, number: int, event: Event, slot: int, life: int) -> tuple[int, int]:
         end: End = thaw(self.ends[number].frozen)
@@ -181,38 +206,21 @@ class SessionWorld:
         sent, end.sent = end.sent, []
         frames = 0
         for path, data in sent:
-            frames |= 1 << self._frame(end, path, data)
+            frames |= 1 << self._frame(end, 1 - slot, path, data)
         return self._add(end, life), frames
 
-    def _frame(self, end: End, path: bytes, data: bytes) -> int:
+    def _frame(self, end: End, to: int, path: bytes, data: bytes) -> int:
         """On a path that we have dialled it reaches whoever lives there; on one that we have accepted, its dialler."""
         if path == OUT:
-            frame = (IN + b"%d" % end.address.incarnation, data, 0)
+            frame = (to, IN + b"%d" % end.address.incarnation, data, 0)
         else:
-            frame = (OUT, data, int(path.removeprefix(IN)))
-        return self._number(frame)
-
-    def _number(self, frame: tuple[bytes, bytes, int]) -> int:
+            frame = (to, OUT, data, int(path.removeprefix(IN)))
         known = self._frame_ids.get(frame)
         if known is None:
             known = self._frame_ids[frame] = len(self.frames)
             self.frames.append(frame)
+            self._frames_for[(to, frame[3])] = self._frames_for.get((to, frame[3]), 0) | 1 << known
         return known
-
-    def _pruned(self, state: Pair) -> Pair:
-        """Without what only a process that has ended could receive."""
-        frames = []
-        for slot in (0, 1):
-            here = self.address(slot, state.lives[slot]).incarnation if state.ends[slot] >= 0 else 0
-            frames.append(sum(1 << frame for frame in _bits(state.frames[slot]) if self.frames[frame][2] in (0, here)))
-        return state._replace(frames=(frames[0], frames[1]))
-
-    def _merged(self, state: Pair) -> Pair:
-        """With every frame that was sent on any way to the same two ends."""
-        core = state.ends, state.lives, state.faults
-        met = self._met.get(core, (0, 0))
-        frames = self._met[core] = state.frames[0] | met[0], state.frames[1] | met[1]
-        return state._replace(frames=frames)
 
     # --- what is asked of every state ---
 
@@ -229,9 +237,8 @@ class SessionWorld:
     def is_fair(self, event: Event) -> bool:
         return event[0] in ("frame", "timer", "refused", "restart")
 
-    def key(self, state: Pair) -> Any:
-        to, back = state.frames
-        return state.ends, state.lives, state.faults, to.to_bytes(64, "little"), back.to_bytes(64, "little")
+    def key(self, state: Pair) -> Hashable:
+        return state
 
     def frame_at(self, number: int) -> Frame:
-        return decode_frame(self.frames[number][1])
+        return decode_frame(self.frames[number][2])
