@@ -15,7 +15,7 @@ UP = -1
 ALIVE, DEAD = range(2)
 #: Events that never have to happen.
 FAULTS = ("cut", "crash", "halt", "path", "expire")
-UNFAIR = frozenset({*FAULTS, "abort", "leave", "drain"})
+UNFAIR = frozenset({*FAULTS, "abort", "leave", "drain", "overdue"})
 #: What a client is doing.
 UNBORN, WAITING, ASKED_TO_ABORT, SERVED, LEFT, FAILED, CUT_OFF, GONE = range(8)
 
@@ -44,7 +44,9 @@ class State(NamedTuple):
 @dataclass(frozen=True)
 class Bounds:
     """What a model is explored within. `faults`: at most so many; `kinds` of them. `prompt_tokens` of each request
-    (a page holds one), `chunk_tokens` per forward; `pages` of decode's pool, `source_pages` of prefill's.
+    (a page holds one), `chunk_tokens` per forward; `pages` of decode's pool, `source_pages` of prefill's. `exits`: a
+    process hears of the end of another, and it is proof. `revokes`: writes arrive by the target's agents, and the end
+    of the agent is proof.
     """
 
     routers: int = 1
@@ -60,6 +62,7 @@ class Bounds:
     source_pages: int = 1
     rows: int = 1
     exits: bool = True
+    revokes: bool = False
     prompt: bool = False
     policy: str = "early"
     ranks: int = 1
@@ -71,6 +74,7 @@ class Bounds:
             f"pools of {self.source_pages} and {self.pages} pages; "
             f"at most {self.faults} fault(s) of: {', '.join(self.kinds)}"
             + (f"; policy {self.policy}" if self.policy != "early" else "")
+            + ("; writers arrive by an agent, which decode may end" if self.revokes else "")
             + ("; the router takes in what comes at once" if self.prompt else "")
         )
 

@@ -51,6 +51,8 @@ class Change:
 
     def state(self) -> State:
         links = tuple(sorted(item for item in self.links.items() if item[1] != (NONE, (), ())))
+        if self.world.bounds.revokes:  # what comes by an agent that has ended does not come
+            self.notes = [note for note in self.notes if note[0] in self.world.agents_at(self.locals, note[1])]
         return State(
             tuple(self.locals), tuple(self.status), tuple(self.lives), links, tuple(self.notes),
             tuple(sorted(self.exits)), tuple(self._client_kept(at, client) for at, client in enumerate(self.clients)),

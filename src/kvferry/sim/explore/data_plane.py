@@ -49,8 +49,9 @@ class NotedWrite:
 class NotingEndpoint:
     """`kvferry.transfer.contract.Endpoint`: what it is asked is noted.
 
-    `lanes` are the writes that have not ended, by target; of each lane the first is posted, the others wait for it.
-    `late` are writes that have ended broken: nobody can say what landed, so they may land until the process ends.
+    `lanes` are the writes that have not ended, by target and agent; of each lane the first is posted, the others wait
+    for it. `late` are writes that have ended broken: nobody can say what landed, so they may land until the process
+    ends or, where targets take part, the agent. `agents`: there, the generation of each writer's agent.
     """
 
     backend = "explored"
@@ -58,21 +59,30 @@ class NotingEndpoint:
     def __init__(self, around: Surroundings, engine: LabelEngine, incarnation: int, proofs: Proofs) -> None:
         self._around, self._engine, self._incarnation, self.proofs = around, engine, incarnation, proofs
         self._numbers: dict[int, int] = {}
-        self.lanes: dict[int, list[NotedWrite]] = {}
+        self.lanes: dict[tuple[int, int], list[NotedWrite]] = {}
         self.late: list[Post] = []
         self.expecting = 0
+        self.agents: dict[int, int] = {}
+        self.generation = 0
 
     @property
     def regions(self) -> tuple[Region, ...]:
         return self._engine.regions()
 
     async def accept(self, writer: int) -> Descriptor:
-        agent = f"explored-{self._incarnation:x}-{writer:x}"
-        return Descriptor(self.backend, agent, self._incarnation, writer, b"", self.regions)
+        generation = writer
+        if self.proofs.revoked:
+            if writer not in self.agents:
+                self.generation += 1
+                self.agents[writer] = self.generation
+            generation = self.agents[writer]
+        agent = f"explored-{self._incarnation:x}-{writer:x}-{generation:x}"
+        return Descriptor(self.backend, agent, self._incarnation, generation, b"", self.regions)
 
     async def revoke(self, writer: int) -> Revoked | None:
-        """Writers reach memory by themselves here, so it proves nothing."""
-        return None
+        """Where writers reach memory by themselves it proves nothing."""
+        generation = self.agents.pop(writer, None)
+        return None if generation is None else Revoked(writer, generation)
 
     async def connect(self, descriptor: Descriptor) -> Peer:
         return NotedPeer(descriptor)
@@ -91,19 +101,19 @@ class NotingEndpoint:
                 pages.append((layer, page, to // PAGE_BYTES + item, self._engine.labels.get((layer, page))))
         room = pages[0][3].room if pages else Metadata.unpack(memoryview(rows[0][1])).room
         number = self._numbers[room] = self._numbers.get(room, 0) + 1
-        target = peer.descriptor.incarnation
-        write = NotedWrite(Post((room, number), target, room, tuple(pages), tuple(rows)), on_end)
-        self.lanes.setdefault(target, []).append(write)
+        lane = peer.descriptor.incarnation, peer.descriptor.generation
+        write = NotedWrite(Post((room, number), lane[0], room, tuple(pages), tuple(rows), lane[1]), on_end)
+        self.lanes.setdefault(lane, []).append(write)
         return write
 
     def ended(self, handle: Handle, outcome: WriteOutcome) -> None:
         """The explorer ends a write."""
-        for target, lane in self.lanes.items():
+        for where, lane in self.lanes.items():
             for write in lane:
                 if write.post.handle == handle:
                     lane.remove(write)
                     if not lane:
-                        del self.lanes[target]
+                        del self.lanes[where]
                     if outcome is WriteOutcome.BROKEN:
                         self.late.append(write.post)
                     return write.end(outcome)
@@ -120,7 +130,14 @@ class NotingEndpoint:
         self.expecting += change
 
     async def disconnect(self, peer: Peer) -> None:
-        """Unfinished writes end broken: by the explorer, since their target has ended."""
+        """Unfinished writes end broken: by the explorer, where their target has ended. Where it takes part, now: what
+        was posted may still land, though nothing reads its source any more.
+        """
+        if self.proofs.revoked:
+            lane = self.lanes.pop((peer.descriptor.incarnation, peer.descriptor.generation), [])
+            self.late += [write.post for write in lane[:1]]
+            for write in lane:
+                write.end(WriteOutcome.BROKEN)
 
     async def close(self) -> None:
         """Nothing to end."""

@@ -37,7 +37,8 @@ class Drop:
 @dataclass(frozen=True)
 class Post:
     """A write in the lane of process `target`. `pages`: (layer, source page, target page, label of the
-    source's content), `rows`: (target row, its bytes), `room` whose source pages they are.
+    source's content), `rows`: (target row, its bytes), `room` whose source pages they are. `agent`: the generation of
+    the target's agent by which it arrives.
     """
 
     handle: Handle
@@ -45,6 +46,7 @@ class Post:
     room: int
     pages: tuple[tuple[int, int, int, Any], ...]
     rows: tuple[tuple[int, bytes], ...]
+    agent: int = 0
 
 
 @dataclass(frozen=True)

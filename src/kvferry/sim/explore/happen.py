@@ -160,6 +160,11 @@ def halt(change: Change, slot: int) -> None:
         change.broken(here, peer)
 
 
+def overdue(change: Change, slot: int) -> None:
+    """Pages have waited for their writer's word for too long: decode shuts it out."""
+    change.turn(change.incarnation(slot), ("shut_out",))
+
+
 def kill(change: Change, slot: int) -> None:
     """Pages that wait for proof have passed their budget: the cluster ends their writer."""
     change.crash(slot)

@@ -22,6 +22,7 @@ from kvferry.protocol.kvpoll import KVPoll
 from kvferry.protocol.messages import Stop
 from kvferry.protocol.rank import RankInfo, slice_of
 from kvferry.protocol.receiver import ReceiverState
+from kvferry.protocol.sender import SenderState
 from kvferry.sim.explore.data_plane import NotingEndpoint
 from kvferry.sim.explore.effects import Post
 from kvferry.sim.explore.fakes import (
@@ -31,7 +32,7 @@ from kvferry.sim.explore.fakes import (
     Written,
     layout_of,
 )
-from kvferry.sim.explore.node import Leases, Node, resolve
+from kvferry.sim.explore.node import LONG_AGO_S, Leases, Node, resolve
 from kvferry.sim.explore.violation import Violation
 from kvferry.transfer.contract import Proofs, WriteOutcome
 
@@ -224,7 +225,8 @@ class PrefillNode(Writes, LeaderNode):
         self.actor.works = self.works
 
     def wants_tick(self) -> bool:
-        return False
+        """It tells decode again and again of a write that has broken."""
+        return any(room.machine.state is SenderState.BROKEN for room in self.actor.rooms.values())
 
 
 class DecodeNode(LeaderNode):
@@ -250,9 +252,26 @@ class DecodeNode(LeaderNode):
 
     def wants_tick(self) -> bool:
         """A room waits for proof and there is no link to ask for it."""
-        releasing = [r for r in self.actor.rooms.values() if r.machine.state is ReceiverState.RELEASING]
-        sources = [room.machine.writers[rank] for room in releasing for rank in room.machine.unproven]
+        sources = [room.machine.writers[rank] for room in self._releasing() for rank in room.machine.unproven]
         return any(incarnation not in self.sessions.open for incarnation in sources)
+
+    def agents(self) -> dict[int, int]:
+        return dict(self.endpoint.agents)
+
+    def overdue(self) -> bool:
+        owing = {writer for room in self._releasing() for writer in room.machine.not_quiet}
+        return bool(owing & self.endpoint.agents.keys() & self.actor.writers.incarnations)
+
+    def shut_out(self) -> None:
+        """The time is over in which a writer may leave a room without its word."""
+        for room in self._releasing():
+            room.quarantined_s = LONG_AGO_S
+        self.tick()
+        for room in self._releasing():
+            room.quarantined_s = 0.0
+
+    def _releasing(self) -> list[Any]:
+        return [room for room in self.actor.rooms.values() if room.machine.state is ReceiverState.RELEASING]
 
     def leases(self) -> Leases:
         pages: dict[int, tuple[int, frozenset[int]]] = {}

@@ -89,6 +89,8 @@ class Local:
     ending: bool
     ends: bool
     said: bool
+    agents: dict[int, int]
+    overdue: bool
 
 
 @dataclass
@@ -123,6 +125,7 @@ class Locals:
                 number, freeze(node), key, frozenset(node.sessions.seen), works, rooms, node.expiring(),
                 node.wants_tick(), node.quiet(), node.writes(), node.late(), node.leases(), node.held(), machines,
                 node.drains(), node.may_depart(), node.ending(), node.ends(), node.said,
+                node.agents(), node.overdue(),
             )
         )  # fmt: skip
         return number

@@ -102,6 +102,14 @@ class Node:
         """Writes that have ended without saying what landed."""
         return ()
 
+    def agents(self) -> dict[int, int]:
+        """By writer, the generation of the agent by which its writes arrive here, where that is the only way."""
+        return {}
+
+    def overdue(self) -> bool:
+        """A writer that owes its word may be shut out."""
+        return False
+
     def leases(self) -> Leases:
         """What others may write to, and who."""
         return {}, {}

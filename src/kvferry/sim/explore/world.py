@@ -113,7 +113,7 @@ class World:
     def make(self, slot: int, life: int) -> Node:
         address, fronts, bounds = self._addresses[(slot, life)], frozenset({FRONT.incarnation}), self.bounds
         name, layers = self.slots[slot], bounds.ranks
-        proofs = Proofs(drained=True, exited=bounds.exits, revoked=False)
+        proofs = Proofs(drained=True, exited=bounds.exits and not bounds.revokes, revoked=bounds.revokes)
         size = Size(bounds.source_pages, 2, proofs, bounds.policy, bounds.ranks, 0, layers, bounds.chunk_tokens)
         if name == "prefill":
             return PrefillNode(address, fronts, size)
@@ -144,6 +144,9 @@ class World:
 
     def incarnation(self, state: State, slot: int) -> int:
         return (slot + 1) * 0x10 + state.lives[slot]
+
+    def agents_at(self, numbers: list[int], incarnation: int) -> dict[int, int]:
+        return self.locals.states[numbers[self.slot_of[incarnation]]].agents
 
     def local(self, state: State, slot: int) -> Local:
         return self.locals.states[state.locals[slot]]
@@ -185,17 +188,20 @@ class World:
         for at in range(len(local.works)):
             yield ("work", slot, at)
         for post, posted, cancelled in local.writes:
-            if posted and self._lives(state, post.target):
+            arrives = self._arrives(state, slot, post)
+            if posted and arrives:
                 yield ("flushed", slot, post.handle)
-            if cancelled:
+            if cancelled and (arrives or not self.bounds.revokes):
                 yield ("cancelled", slot, post.handle)
-            if not self._lives(state, post.target):
+            if not arrives:
                 yield ("broken", slot, post.handle)
         if state.faults and "clock" in self.bounds.kinds:  # at the leaders too
             for room in local.expiring:
                 yield ("expire", slot, room)
-        if local.late:
+        if local.late and not self.bounds.revokes:
             yield ("kill", slot)
+        if local.overdue:
+            yield ("overdue", slot)
         if local.ends and not local.said:
             yield ("farewell", slot)
         elif local.ends and not any(queue for (_, peer), (_, queue, _) in sides.items() if peer == here):
@@ -218,10 +224,19 @@ class World:
         here = self.incarnation(state, slot)
         if self.slots[slot].startswith("router") and not self._is_more_to_come(state):
             return False
+        if self.slots[slot].startswith("prefill"):
+            return self.bounds.revokes and self._may_say_again(state, here, sides)
         return any(
             self._lives(state, peer) and (here, peer) not in sides
             for peer in (self.incarnation(state, other) for other in range(len(self.slots)) if other != slot)
             if not (self.slots[slot].startswith("router") and self.slots[self.slot_of[peer]].startswith("router"))
+        )
+
+    def _may_say_again(self, state: State, here: int, sides: dict[tuple[int, int], Side]) -> bool:
+        """To decode, that a write has broken: when it has heard what was said before, and has answered."""
+        decode = self.incarnation(state, self.slots.index("decode"))
+        return self._lives(state, decode) and not any(
+            queue for pair in ((here, decode), (decode, here)) for queue in sides.get(pair, (NONE, (), ()))[1:]
         )
 
     def _clients(self, state: State) -> Iterator[Event]:
@@ -258,12 +273,19 @@ class World:
             for slot in range(len(self.slots)):
                 if state.status[slot] != DEAD:
                     for post, posted, _ in self.local(state, slot).writes:
-                        if posted and self._lives(state, post.target):
+                        if posted and self._arrives(state, slot, post):
                             yield ("path", slot, post.handle)
 
     def _lives(self, state: State, incarnation: int) -> bool:
         slot = self.slot_of[incarnation]
         return state.status[slot] != DEAD and self.incarnation(state, slot) == incarnation
+
+    def _arrives(self, state: State, slot: int, post: Post) -> bool:
+        """What this process writes can still land."""
+        if not self._lives(state, post.target):
+            return False
+        agents = self.local(state, self.slot_of[post.target]).agents
+        return not self.bounds.revokes or agents.get(self.incarnation(state, slot)) == post.agent
 
     # --- what an event does ---
 
@@ -285,7 +307,7 @@ class World:
             held = self.local(state, leader).held if keeps else None
             for post in (*(post for post, posted, _ in writer.writes if posted), *writer.late):
                 owner = self.slot_of[post.target]
-                if self._lives(state, post.target):
+                if self._arrives(state, slot, post):
                     self._check_write(post, self.incarnation(state, slot), writer, self.local(state, owner), held)
 
     def _check_write(
