@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Iterator
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from kvferry.actors.actor import FromPeer, Tick
 from kvferry.actors.decode.arrival import Notified
@@ -13,9 +13,7 @@ from kvferry.actors.decode.decode import Decode
 from kvferry.actors.leader import Leader
 from kvferry.actors.leaving import QUIET_S, DrainRequested
 from kvferry.actors.parts import Parts
-from kvferry.actors.prefill.follower import PrefillFollower
 from kvferry.actors.prefill.prefill import Prefill
-from kvferry.actors.ranks.follower import LeaderFound
 from kvferry.actors.settings import ClockSettings, DecodeSettings, PrefillSettings
 from kvferry.protocol.address import Address
 from kvferry.protocol.kvpoll import KVPoll
@@ -24,10 +22,12 @@ from kvferry.protocol.rank import RankInfo, slice_of
 from kvferry.protocol.receiver import ReceiverState
 from kvferry.protocol.sender import SenderState
 from kvferry.sim.explore.data_plane import NotingEndpoint
-from kvferry.sim.explore.effects import Post
+from kvferry.sim.explore.effects import Post, Surroundings
 from kvferry.sim.explore.fakes import (
     CountingTexts,
     LabelEngine,
+    Sessions,
+    StandingClock,
     Work,
     Written,
     layout_of,
@@ -37,7 +37,7 @@ from kvferry.sim.explore.violation import Violation
 from kvferry.transfer.contract import Proofs, WriteOutcome
 
 
-class _Spawning:
+class Spawning:
     """What an explored actor spawns is an event of its own."""
 
     works: list[Work]
@@ -50,11 +50,11 @@ class _Spawning:
             self.works.append(made)
 
 
-class ExploredPrefill(_Spawning, Prefill):
+class ExploredPrefill(Spawning, Prefill):
     pass
 
 
-class ExploredDecode(_Spawning, Decode):
+class ExploredDecode(Spawning, Decode):
     pass
 
 
@@ -72,7 +72,19 @@ class Size:
     chunk_tokens: int = 1
 
 
-def parts_of(node: LeaderNode | FollowerNode, size: Size) -> Parts:
+class Ranked(Protocol):
+    """A process that is a rank of an instance."""
+
+    role: str
+    address: Address
+    around: Surroundings
+    sessions: Sessions
+    clock: StandingClock
+    engine: LabelEngine
+    endpoint: NotingEndpoint
+
+
+def parts_of(node: Ranked, size: Size) -> Parts:
     incarnation, pages = node.address.incarnation, size.pages
     layout = layout_of(size.layers, size.policy)
     part = slice_of(layout, 0, 1, size.rank, size.ranks)
@@ -299,59 +311,3 @@ class DecodeNode(LeaderNode):
                 if found != wanted:
                     text = f"room {room.room:x} commits with {found} in layer {layer} of page {page}"
                     raise Violation("commit-content", f"{self.address.name}: {text}")
-
-
-class ExploredFollower(_Spawning, PrefillFollower):
-    pass
-
-
-class FollowerNode(Writes, Node):
-    """A rank of prefill that is not the leader."""
-
-    role = "prefill"
-    engine: LabelEngine
-    endpoint: NotingEndpoint
-
-    def __init__(self, address: Address, fronts: frozenset[int], size: Size) -> None:
-        super().__init__(address, fronts)
-        self.actor = ExploredFollower(parts_of(self, size))
-        self.actor.works = self.works
-
-    def found(self, leader: Address) -> None:
-        self._turn(LeaderFound(leader))
-
-    def work(self, index: int) -> None:
-        self.works.pop(index).run()
-        self._settle()
-
-    def rooms(self) -> Iterator[tuple[int, Any]]:
-        return ((room.room, room.machine) for room in self.actor.rooms.values())
-
-    def expiring(self) -> tuple[int, ...]:
-        """It has no clocks: its leader has."""
-        return ()
-
-    def quiet(self) -> bool:
-        return not self.actor.rooms and not self.works
-
-    def wants_tick(self) -> bool:
-        return False
-
-    def pump(self) -> None:
-        while items := self.actor._mailbox.drain():
-            for item in items:
-                self.actor.receive(item)
-            self.actor.advance()
-
-    def check_clocks(self) -> None:
-        """As for `expiring`."""
-
-    def tidy(self) -> None:
-        """Labels of its pages stay: whose they are is the leader's business."""
-        rooms = self.actor.rooms
-        self.endpoint._numbers = {room: number for room, number in self.endpoint._numbers.items() if room in rooms}
-
-    def _settle(self) -> None:
-        self.pump()
-        self.check()
-        self.tidy()

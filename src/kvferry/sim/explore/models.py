@@ -42,6 +42,7 @@ ONE_ROOM = Bounds(requests=1, faults=1)
 TWO_ROOMS = Bounds(requests=2, prompt=True)
 TWO_CHUNKS = Bounds(requests=1, prompt=True, prompt_tokens=2, pages=4, source_pages=2)
 COMPUTES_FIRST = Bounds(requests=1, prompt=True, policy="prefill_complete")
+SHUT_OUT = Bounds(requests=1, prompt=True, exits=False, revokes=True, crashing=("prefill",))
 TWO_RANKS = Bounds(requests=1, prompt=True, faults=1, ranks=2, crashing=("prefill", "prefill.1", "decode"))
 TWO_ROUTERS = Bounds(routers=2, requests=1, attempts=2, source_pages=2, crashing=("router",), prompt=True)
 
@@ -59,6 +60,7 @@ MODELS: dict[str, tuple[Model, ...]] = {
         _world("handoff, slow router", "one room, every message waits its turn", ONE_ROOM, faults=0),
         _world("handoff, two chunks", "one room, written in two parts", TWO_CHUNKS, faults=1),
         _world("handoff, computed first", "one room under prefill_complete", COMPUTES_FIRST, faults=1),
+        _world("handoff, shut out", "one room; writes arrive by an agent that decode may end", SHUT_OUT, faults=1),
     ),
     "ranks": (
         _world("ranks", "two source ranks and one target; the leader may die, and the other rank", TWO_RANKS, faults=0),

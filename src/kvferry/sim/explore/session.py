@@ -22,17 +22,19 @@ from kvferry.sim.explore.violation import Violation
 
 @dataclass(frozen=True)
 class SessionBounds:
-    """`messages` that each end sends per session, `dials` of each process, `faults`: crashes and paths that break."""
+    """`messages` that each end sends per session, `dials` of each process; at most so many `faults`, of `kinds`."""
 
     messages: int = 1
     dials: int = 1
     faults: int = 2
+    kinds: tuple[str, ...] = ("crash", "path down")
     drops: bool = True
 
     def text(self) -> str:
         return (
             f"2 ends, each sends at most {self.messages} message(s) per session, dials at most {self.dials} time(s); "
-            f"frames lost, repeated and reordered without bound; at most {self.faults} fault(s) of: crash, path down"
+            "frames lost, repeated and reordered without bound; "
+            f"at most {self.faults} fault(s) of: {', '.join(self.kinds)}"
         )
 
 
@@ -105,7 +107,7 @@ class SessionWorld:
             there = self.address(other, state.lives[other]).incarnation if state.ends[other] >= 0 else 0
             for session in end.sessions:
                 yield from self._events_of(state, slot, session, there)
-        if state.faults:
+        if state.faults and "crash" in self.bounds.kinds:
             for slot in (0, 1):
                 if state.ends[slot] >= 0:
                     yield ("crash", slot)
@@ -140,7 +142,7 @@ class SessionWorld:
             yield ("drop", slot, session.peer)
         if session.path == OUT and not there:
             yield ("refused", slot)
-        if state.faults and session.path is not None:
+        if state.faults and session.path is not None and "path down" in self.bounds.kinds:
             yield ("down", slot, session.path)
 
     def turn(self, state: Pair, event: Event) -> tuple[Pair, int]:

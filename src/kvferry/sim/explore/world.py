@@ -34,17 +34,17 @@ from kvferry.sim.explore.bounds import (
     room_of,
 )
 from kvferry.sim.explore.change import Change
-from kvferry.sim.explore.effects import Post, Say
-from kvferry.sim.explore.leaders import DecodeNode, FollowerNode, PrefillNode, Size
+from kvferry.sim.explore.effects import Post
+from kvferry.sim.explore.follower import FollowerNode, join
+from kvferry.sim.explore.landing import Landings
+from kvferry.sim.explore.leaders import DecodeNode, PrefillNode, Size
 from kvferry.sim.explore.local import Event, Local, Locals
 from kvferry.sim.explore.naming import Naming
 from kvferry.sim.explore.node import Node
 from kvferry.sim.explore.router import RouterNode
-from kvferry.sim.explore.violation import Violation
 from kvferry.transfer.contract import Proofs
 
 HAPPEN = vars(happen)
-_UNKNOWN: Any = object()
 
 
 @dataclass
@@ -67,7 +67,7 @@ class World:
             names |= {REQUEST: REQUEST + 1, REQUEST + 1: REQUEST}
         self.locals = Locals(names)
         self._naming = Naming(self.locals)
-        self._safe: dict[tuple[Any, ...], Violation | None] = {}
+        self._landings = Landings()
         self.slot_of: dict[int, int] = {}
         self._addresses: dict[tuple[int, int], Address] = {}
         for slot, name in enumerate(self.slots):
@@ -295,7 +295,7 @@ class World:
         HAPPEN[event[0]](change, *event[1:])
         return change.state()
 
-    # --- what must hold in every state ---
+    # --- what is asked of every state ---
 
     def check(self, state: State) -> None:
         """Raises Violation: every write that may land now may do so where it would."""
@@ -306,42 +306,9 @@ class World:
             keeps = state.status[leader] == ALIVE and not self.local(state, leader).ending
             held = self.local(state, leader).held if keeps else None
             for post in (*(post for post, posted, _ in writer.writes if posted), *writer.late):
-                owner = self.slot_of[post.target]
                 if self._arrives(state, slot, post):
-                    self._check_write(post, self.incarnation(state, slot), writer, self.local(state, owner), held)
-
-    def _check_write(
-        self, post: Post, incarnation: int, writer: Local, owner: Local, held: dict[int, int] | None
-    ) -> None:
-        """`held`: pages of prefill's leader, who gives the numbers to all its ranks; None once it gives out none."""
-        at = (post, incarnation, owner.id, post in writer.late, None if held is None else tuple(sorted(held.items())))
-        found = self._safe.get(at, _UNKNOWN)
-        if found is _UNKNOWN:
-            found = self._safe[at] = self._problem(post, incarnation, owner, None if at[3] else held)
-        if isinstance(found, Violation):
-            raise found
-
-    @staticmethod
-    def _problem(post: Post, incarnation: int, owner: Local, held: dict[int, int] | None) -> Violation | None:
-        pages, rows = owner.leases
-        nobody: tuple[int, frozenset[int]] = (0, frozenset())
-        for _, _, target, _ in post.pages:
-            room, writers = pages.get(target, nobody)
-            if room != post.room or incarnation not in writers:
-                text = f"a write of room {post.room:x} can land in page {target}, leased to {pages.get(target)}"
-                return Violation("write-in-leased-page", text)
-        for row, _ in post.rows:
-            room, writers = rows.get(row, nobody)
-            if room != post.room or incarnation not in writers:
-                text = f"a write of room {post.room:x} can land in row {row}, leased to {rows.get(row)}"
-                return Violation("write-in-leased-page", text)
-        if held is not None:
-            for _, source, _, _ in post.pages:
-                if held.get(source) != post.room:
-                    return Violation(
-                        "read-from-held-page", f"room {post.room:x} reads page {source}, which it gave back"
-                    )
-        return None
+                    owner = self.local(state, self.slot_of[post.target])
+                    self._landings.check(post, self.incarnation(state, slot), post in writer.late, owner, held)
 
     def is_quiet(self, state: State) -> bool:
         """Every room has ended and every page is back."""
@@ -358,14 +325,3 @@ class World:
     def key(self, state: State) -> Any:
         """The same for states that differ by the names of the two rooms alone."""
         return self._naming.key(state)
-
-
-def join(follower: FollowerNode, leader: Node) -> None:
-    """Before anything is asked for, the instance is complete."""
-    follower.found(leader.address)
-    leader.up(follower.address)
-    follower.up(leader.address)
-    for node, peer in ((leader, follower), (follower, leader)):
-        for effect in peer.effects():
-            if isinstance(effect, Say) and effect.peer == node.address.incarnation:
-                node.message(peer.address, effect.message)
