@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from kvferry import cli
+from kvferry.actors.decode.quarantine import Quarantine
+from kvferry.actors.decode.room import DecodeRoom
+from kvferry.protocol.messages import Released
 from kvferry.sim.explore.bounds import REQUEST, Bounds, room_of
 from kvferry.sim.explore.canon import renamed
+from kvferry.sim.explore.data_plane import NotingEndpoint
+from kvferry.sim.explore.gathering import GatheringSearch
 from kvferry.sim.explore.local import check_news
-from kvferry.sim.explore.models import MODELS, Model
+from kvferry.sim.explore.models import MODELS, SHUT_OUT, Model
 from kvferry.sim.explore.search import Search
 from kvferry.sim.explore.snapshot import freeze, thaw
 from kvferry.sim.explore.violation import Violation
 from kvferry.sim.explore.world import World
+from kvferry.transfer.contract import Revoked
 
 ALL = [model for group in MODELS.values() for model in group]
 
@@ -99,6 +106,96 @@ def test_a_dead_end_is_found() -> None:
 
 def test_a_limit_leaves_a_frontier() -> None:
     assert Search(Grid(set()), limit=5).run().frontier > 0
+
+
+class Keys:
+    """A walk from 0 to 3. The step from 1 to 2 needs the key that lies on the way over 4, and the door closes at once;
+    one way to 0 leads over 4, so the walk that starts at 0 has it at last.
+    """
+
+    STEPS = ((0, 1), (0, 4), (4, 0), (2, 3))
+
+    def start(self) -> int:
+        return 0
+
+    def own(self, state: int) -> Iterator[tuple[Any, ...]]:
+        return (("to", to) for at, to in self.STEPS if at == state)
+
+    def brought(self, state: int, gathered: int) -> Iterator[tuple[Any, ...]]:
+        if state == 1 and gathered & 1:
+            yield ("to", 2)
+
+    def turn(self, state: int, event: tuple[Any, ...]) -> tuple[int, int]:
+        if event[1] == 3 and self.forbidden:
+            raise Violation("keys", "3 is entered")
+        return event[1], int(state == 4)
+
+    def kept(self, state: int, gathered: int) -> int:
+        return gathered
+
+    def key(self, state: int) -> int:
+        return state
+
+    def is_quiet(self, state: int) -> bool:
+        return state == 3
+
+    def is_fair(self, event: tuple[Any, ...]) -> bool:
+        return True
+
+    def __init__(self, forbidden: bool = False) -> None:
+        self.forbidden = forbidden
+
+
+def test_what_is_gathered_later_reaches_states_that_were_left_before() -> None:
+    """1 is met before the key is; it is left again when the key has come there by way of 0, and each state is met once.
+    Transitions: 0-1, 0-4, 4-0, 1-2, 2-3."""
+    found = GatheringSearch(Keys()).run()
+    assert (found.states, found.transitions, found.frontier) == (5, 5, 0)
+    assert found.violation is None
+
+
+def test_a_violation_behind_something_gathered_is_found() -> None:
+    found = GatheringSearch(Keys(forbidden=True)).run()
+    assert found.violation is not None and found.violation.checker == "keys"
+    assert found.trace == [("to", 1), ("to", 2), ("to", 3)]
+
+
+def test_a_state_that_needs_what_nobody_gathers_is_stuck() -> None:
+    keys = Keys()
+    keys.STEPS = ((0, 1), (2, 3))  # type: ignore[assignment]
+    found = GatheringSearch(keys).run()
+    assert found.violation is not None and found.violation.checker == "all-end"
+
+
+# --- revocation ---
+
+SHUT_OUT_SMALL = replace(SHUT_OUT, faults=1, kinds=("break",))
+
+
+def test_an_agent_that_has_ended_is_the_proof_by_which_pages_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages come back by it whose writer has neither answered nor ended."""
+    proofs: set[str] = set()
+    end = Quarantine.end
+
+    def noting(self: Quarantine, room: DecodeRoom, pages: int, now_s: float) -> Released:
+        released = end(self, room, pages, now_s)
+        proofs.add(released.proof)
+        return released
+
+    monkeypatch.setattr(Quarantine, "end", noting)
+    assert Search(World(SHUT_OUT_SMALL)).run().violation is None
+    assert proofs == {"drained", "revoked"}
+
+
+def test_a_revocation_that_does_not_end_the_agent_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof is minted, and the writer's bytes land all the same."""
+
+    async def revoke(self: NotingEndpoint, writer: int) -> Revoked | None:
+        return Revoked(writer, self.agents[writer]) if writer in self.agents else None
+
+    monkeypatch.setattr(NotingEndpoint, "revoke", revoke)
+    found = Search(World(SHUT_OUT_SMALL)).run()
+    assert found.violation is not None and found.violation.checker == "write-in-leased-page"
 
 
 # --- snapshots and keys ---
