@@ -52,18 +52,21 @@ class FaultSettings(Settings, frozen=True):
     """Faults injected around the real backend, for fault runs only.
 
     Each write is held for `delay_ms` before it is posted; after `stall_after` writes (-1: never) one stalls for ever.
-    A write that is aborted while it is held is posted all the same, `late_after_abort_ms` later (0: it is not).
+    A write that is aborted while it is held is posted all the same, `late_after_abort_ms` later (0: it is not). After
+    `flip_after` writes (-1: never) one has a byte changed at its target once it lies there.
     """
 
     delay_ms: float = 0.0
     stall_after: int = -1
     late_after_abort_ms: float = 0.0
+    flip_after: int = -1
 
 
 class TransferSettings(Settings, frozen=True):
     """`policy` of a handoff: "early" (decode allocates, then prefill computes) or "prefill_complete" (prefill computes,
     then decode allocates). `backend`: "ucx". `transports` is handed to UCX as UCX_TLS ("host" = shared memory and CMA,
-    "tcp"). A process has at most `max_agents` agents of the data plane, one for each peer.
+    "tcp"). A process has at most `max_agents` agents of the data plane, one for each peer. With `checksum` decode
+    commits only what has been compared, where it lies, with digests that prefill took of its source.
     """
 
     policy: str = EARLY
@@ -73,6 +76,7 @@ class TransferSettings(Settings, frozen=True):
     poll_busy_ms: float = 1.0
     poll_idle_ms: float = 20.0
     max_agents: int = 256
+    checksum: bool = True
     faults: FaultSettings = FaultSettings()
 
 

@@ -60,7 +60,7 @@ class Batch:
         return {
             "rooms": len(self._rooms),
             "waiting": len(self.waiting),
-            "receiving": states[ReceiverState.RECEIVING],
+            "receiving": states[ReceiverState.RECEIVING] + states[ReceiverState.CHECKING],
             "running": len(self.running),
             "releasing": states[ReceiverState.RELEASING],
         }

@@ -179,6 +179,8 @@ class Decode(Receiving):
                     self.hand_out(room)
                 case receiver.NoteReceived(rank):
                     self.tell_room(room, Received(room.room, rank))
+                case receiver.Check():
+                    self.settle_checks(room)
                 case receiver.Commit():
                     self._commit(room)
                 case receiver.AbortWriter():

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvferry.actors.decode.arrival import Notified, problem_of
+from kvferry.actors.decode.arrival import Notified
+from kvferry.actors.decode.checking import Checking
 from kvferry.actors.decode.quarantine import Quarantine
 from kvferry.actors.decode.room import DecodeRoom
 from kvferry.actors.decode.unproven import quarantined
 from kvferry.actors.decode.writers import Accepted, ShutOut, Writers, awaiting, shuts_out
-from kvferry.actors.leader import Leader
 from kvferry.actors.parts import Parts
 from kvferry.actors.ports import LostReason
 from kvferry.actors.settings import DecodeSettings
@@ -31,13 +31,13 @@ from kvferry.protocol.messages import (
     UnknownRoom,
     Way,
 )
-from kvferry.protocol.metadata import decode_notification
+from kvferry.protocol.metadata import Introduction, decode_notification
 from kvferry.protocol.rank import LEADER
 from kvferry.protocol.receiver import ReceiverEvent, ReceiverState
 from kvferry.transfer.contract import Revoked, decode_descriptor, encode_descriptor
 
 
-class Receiving(Leader[DecodeRoom]):
+class Receiving(Checking):
     """Base of `Decode`. `act` carries out the machine's commands."""
 
     role = "decode"
@@ -86,6 +86,8 @@ class Receiving(Leader[DecodeRoom]):
 
     def _shut_out(self, item: ShutOut) -> None:
         """Every room on the agent that is gone has failed; others get a new one."""
+        if item.target == LEADER and item.writer not in self.writers.incarnations:
+            self.forget_source(item.writer)
         if item.proof is not None:
             self.counts["writers shut out"] += 1
             for room in self.leg_rooms():
@@ -223,30 +225,32 @@ class Receiving(Leader[DecodeRoom]):
         news = decode_notification(item.payload)
         if news is None:
             self.counts["notifications that do not decode"] += 1
+        elif isinstance(news, Introduction):
+            if news.incarnation in self.writers.incarnations:
+                self.introduced(news)
         else:
-            self._arrived_at(LEADER, news.room, news.rank, news.incarnation)
+            self._arrived_at(LEADER, Arrived(news.room, news.rank, news.incarnation, news.placed, news.last))
 
     def _arrived(self, peer: Address, message: Arrived) -> None:
         rank = self.team.rank_of(peer)
         if rank is not None:
-            self._arrived_at(rank, message.room, message.source, message.incarnation)
+            self._arrived_at(rank, message)
 
-    def _arrived_at(self, target: int, room_id: int, source: int, incarnation: int) -> None:
+    def _arrived_at(self, target: int, news: Arrived) -> None:
         """A source rank's notification has come to one of our ranks; its last one says that it has written all."""
-        room = self.rooms.get(room_id)
-        if room is None or room.machine.writers.get(source) != incarnation or target not in room.routes[source]:
+        room, source = self.rooms.get(news.room), news.source
+        if room is None or room.machine.writers.get(source) != news.incarnation or target not in room.routes[source]:
             self.counts["late or stray notifications"] += 1
+            return
+        self.begin_checks(room, source, target, news.placed)
+        if not news.last:
             return
         room.awaited.discard((source, target))
         if any(awaited == source for awaited, _ in room.awaited):
             return
         self.act(room, room.machine.rank_received(source))
         if room.machine.all_received:
-            problem = problem_of(self.engine, room)
-            if problem is None:
-                self.act(room, room.machine.handle(ReceiverEvent.ALL_RECEIVED))
-            else:
-                self.fail(room, ReceiverEvent.CHECK_FAILED, problem, room.peer.name, "handoff_failed")
+            self.act(room, room.machine.handle(ReceiverEvent.ALL_RECEIVED))
 
     def abort_writers(self, room: DecodeRoom) -> None:
         cause = room.machine.cause or self.cause(room, "handoff_failed", "decode has ended the room", "RELEASING")

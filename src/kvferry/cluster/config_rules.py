@@ -79,6 +79,7 @@ RANGES: dict[str, Range] = {
     "transfer.faults.delay_ms": Range(0, 600_000, "ms"),
     "transfer.faults.stall_after": Range(-1, 2**31 - 1, "writes (-1: never)"),
     "transfer.faults.late_after_abort_ms": Range(0, 600_000, "ms (0: never)"),
+    "transfer.faults.flip_after": Range(-1, 2**31 - 1, "writes (-1: never)"),
     "clocks.prefill_wait_s": _SECONDS,
     "clocks.transfer_wait_s": _SECONDS,
     "clocks.admission_wait_s": _SECONDS,

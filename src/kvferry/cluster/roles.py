@@ -30,6 +30,7 @@ from kvferry.protocol.address import Address
 from kvferry.protocol.rank import RankInfo
 from kvferry.transfer.backends import make_endpoint
 from kvferry.transfer.contract import Endpoint, OnNotify
+from kvferry.transfer.digest import ThreadDigests
 from kvferry.transfer.nowhere import Nowhere
 
 if TYPE_CHECKING:
@@ -102,7 +103,10 @@ async def _leader(role: str, name: str, config: Config, network: Network, resolv
         endpoint = await _endpoint(config, engine, network, inbox)
     info = _rank_info(role, name, config, network.address, engine)
     mailbox, clocks = config.links.mailbox, config.clocks
-    parts = Parts(network, clock, mailbox, resolve, engine, texts, endpoint, info, clocks, settings.max_rooms)
+    digests = ThreadDigests(engine.regions()) if config.transfer.checksum and role != "unified" else None
+    parts = Parts(
+        network, clock, mailbox, resolve, engine, texts, endpoint, info, clocks, settings.max_rooms, digests=digests
+    )
     if role == "prefill":
         return Prefill(parts, config.prefill)
     if role == "unified":

@@ -152,18 +152,18 @@ class SimEndpoint(AroundEndpoint):
         if late.wait_s > 0:
             await self._process.clock.sleep(late.wait_s)
         if late.breaks:
-            late.end(WriteResult(WriteOutcome.BROKEN, 0, 0.0, "broken by chaos"))
+            late.end(WriteResult(WriteOutcome.BROKEN, 0, None, "broken by chaos"))
             return
         try:
             late.inner = self.inner.write(peer, late.spans, late.end)
         except TransferError as error:
-            late.end(WriteResult(WriteOutcome.BROKEN, 0, 0.0, str(error)))
+            late.end(WriteResult(WriteOutcome.BROKEN, 0, None, str(error)))
 
     def _drop(self, agent: str) -> None:
         lane = self._lanes.pop(agent, None)
         for late in lane.close() if lane is not None else ():
             if late.inner is None:
-                late.end(WriteResult(WriteOutcome.BROKEN, 0, 0.0, "disconnected"))
+                late.end(WriteResult(WriteOutcome.BROKEN, 0, None, "disconnected"))
 
 
 class SimInbox(Inbox):

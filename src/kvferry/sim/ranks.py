@@ -22,6 +22,7 @@ from kvferry.actors.unified.leader import UnifiedLeader
 from kvferry.engine.contract import EngineLimits
 from kvferry.engine.scripted import ScriptedEngine, ScriptedTexts
 from kvferry.protocol.rank import LEADER, Layout, RankInfo, slice_of
+from kvferry.sim.digests import SimDigests
 from kvferry.sim.endpoint import SimEndpoint, SimInbox
 from kvferry.sim.engine import SimEngine
 from kvferry.sim.network import SimCarrier, SimClock
@@ -67,10 +68,10 @@ class RankMaker:
         texts, mailbox, limits = ScriptedTexts(options.eos_token_ids), options.links.mailbox, options.clocks
         parts = Parts(
             links, clock, mailbox, self._resolve, engine, texts, dressed, info, limits, settings.max_rooms,
-            engine.combine,
+            engine.combine, SimDigests(engine.regions(), clock.sleep) if options.checksum else None,
         )  # fmt: skip
         if role == "unified":
-            return UnifiedLeader(replace(parts, endpoint=Nowhere()), options.unified), None, None
+            return UnifiedLeader(replace(parts, endpoint=Nowhere(), digests=None), options.unified), None, None
         if role == "prefill":
             prefill = Prefill(parts, options.prefill) if info.rank == LEADER else PrefillFollower(parts)
             return prefill, endpoint, dressed

@@ -11,7 +11,7 @@ what was posted to that target is read any more.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Annotated, Protocol
 
@@ -143,10 +143,16 @@ class WriteOutcome(Enum):
 
 
 class WriteResult(msgspec.Struct, frozen=True):
+    """`size_bytes` are flushed. `wire_s`: from the first post to the last flush, `wait_s`: from the call to the first
+    post, by the endpoint's clock; `descriptors`: what was posted. None where a backend can't tell, or posted nothing.
+    """
+
     outcome: WriteOutcome
     size_bytes: int
-    wire_s: float  # from first post to last flush, by the endpoint's clock
+    wire_s: float | None
     error: str = ""
+    wait_s: float | None = None
+    descriptors: int | None = None
 
 
 class WriteHandle(Protocol):
@@ -211,6 +217,23 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Descriptor)
 
 
+_region_decoder = msgspec.msgpack.Decoder(tuple[Region, ...])
+
+
+def encode_regions(regions: Sequence[Region]) -> bytes:
+    return _encoder.encode(regions)
+
+
+def decode_regions(data: bytes) -> tuple[Region, ...]:
+    """What a source rank writes from. Raises TransferError when `data` is not that."""
+    try:
+        regions = _region_decoder.decode(data)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise TransferError(f"not a list of regions: {error}") from None
+    _check_sizes(regions, "a source")
+    return regions
+
+
 def encode_descriptor(descriptor: Descriptor) -> bytes:
     return _encoder.encode(descriptor)
 
@@ -221,8 +244,12 @@ def decode_descriptor(data: bytes) -> Descriptor:
         descriptor = _decoder.decode(data)
     except (msgspec.DecodeError, RecursionError) as error:
         raise TransferError(f"not a descriptor: {error}") from None
-    for index, region in enumerate(descriptor.regions):
+    _check_sizes(descriptor.regions, descriptor.agent)
+    return descriptor
+
+
+def _check_sizes(regions: tuple[Region, ...], of: str) -> None:
+    for index, region in enumerate(regions):
         if region.base + region.items * region.item_bytes > _ADDRESSES:
             size = f"{region.items} items of {region.item_bytes} bytes"
-            raise TransferError(f"region {index} of {descriptor.agent}: {size} from address {region.base} on")
-    return descriptor
+            raise TransferError(f"region {index} of {of}: {size} from address {region.base} on")

@@ -52,11 +52,12 @@ class FakePeer:
 
 
 class FakeWrite:
-    def __init__(self, spans: Spans, on_end: Callable[[WriteResult], None]) -> None:
+    def __init__(self, spans: Spans, on_end: Callable[[WriteResult], None], called_s: float) -> None:
         self.result: WriteResult | None = None
         self.spans = spans
         self.on_end = on_end
-        self.flushed_bytes = 0
+        self.flushed_bytes = self.descriptors = 0
+        self.called_s = called_s
         self.first_post_s: float | None = None
         self.cancelled = False
         self.ending = False
@@ -140,7 +141,7 @@ class FakeEndpoint:
         self._check_open()
         known = self._known(peer)
         check_spans(spans, self._regions, peer.descriptor.regions)
-        write = FakeWrite(spans, on_end)
+        write = FakeWrite(spans, on_end, self.fabric.now_s())
         if known.broken:
             self._end(write, WriteOutcome.BROKEN, known.broken)
         else:
@@ -200,6 +201,7 @@ class FakeEndpoint:
             if work.cancelled:
                 self._end(work, WriteOutcome.CANCELLED)
                 return
+            work.descriptors += len(batch)
             if not await self._carried(peer, batch):
                 self._end(work, WriteOutcome.BROKEN, peer.broken)
                 return
@@ -255,8 +257,11 @@ class FakeEndpoint:
         if write.ending:
             return
         write.ending = True
-        wire_s = 0.0 if write.first_post_s is None else self.fabric.now_s() - write.first_post_s
-        self.fabric.loop.call_soon(self._tell, write, WriteResult(outcome, write.flushed_bytes, wire_s, error))
+        first_s, posted = write.first_post_s, write.descriptors or None
+        wire_s = None if first_s is None else self.fabric.now_s() - first_s
+        wait_s = None if first_s is None else first_s - write.called_s
+        result = WriteResult(outcome, write.flushed_bytes, wire_s, error, wait_s, posted)
+        self.fabric.loop.call_soon(self._tell, write, result)
 
     def _tell(self, write: FakeWrite, result: WriteResult) -> None:
         write.result = result

@@ -246,7 +246,7 @@ class FaultyEndpoint(AroundEndpoint):
             return
         held.ending = True
         held.released.set()
-        self._loop.call_soon(held.end, WriteResult(outcome, 0, 0.0, error))
+        self._loop.call_soon(held.end, WriteResult(outcome, 0, None, error))
 
     def _check_open(self) -> None:
         if self._closed:

@@ -65,7 +65,7 @@ class UcxEndpoint:
         self._incarnation = incarnation
         self._name = f"kvferry-{incarnation:016x}"
         self._transports = transports
-        self._loop = loop
+        self._loop, self._now_s = loop, now_s
         self._closed = False
         self._driver = Driver(
             incarnation=incarnation,
@@ -136,7 +136,7 @@ class UcxEndpoint:
         self._check_open()
         known = self._known(peer)
         check_spans(spans, self._regions, peer.descriptor.regions)
-        write = UcxWrite(spans, on_end)
+        write = UcxWrite(spans, on_end, self._now_s())
         self._command(partial(self._driver.write, known, write))
         return write
 

@@ -33,13 +33,14 @@ _log = logging.getLogger(__name__)
 class UcxWrite:
     """One write. `result` is written on the endpoint's loop, everything else on the driver's thread."""
 
-    def __init__(self, spans: Spans, on_end: Callable[[WriteResult], None]) -> None:
+    def __init__(self, spans: Spans, on_end: Callable[[WriteResult], None], called_s: float) -> None:
         self.result: WriteResult | None = None
         self.spans = spans
         self.on_end = on_end
         self.pieces: deque[Spans] | None = None  # not yet posted; None until the write's first turn
         self.posted: deque[tuple[Any, int]] = deque()  # (handle, bytes), oldest first
-        self.flushed_bytes = 0
+        self.flushed_bytes = self.descriptors = 0
+        self.called_s = called_s
         self.first_post_s: float | None = None
         self.cancelled = False
 
@@ -187,6 +188,7 @@ class UcxPeer:
         if write.first_post_s is None:
             write.first_post_s = self._now_s()
         write.posted.append((handle, size_bytes))  # owned before it is posted
+        write.descriptors += len(piece)
         if self._agent.nixl.transfer(handle) == "DONE":
             write.posted.pop()
             self._release(handle)
@@ -210,8 +212,10 @@ class UcxPeer:
         return moved
 
     def _end(self, write: UcxWrite, outcome: WriteOutcome, error: str = "") -> None:
-        wire_s = 0.0 if write.first_post_s is None else self._now_s() - write.first_post_s
-        result = WriteResult(outcome, write.flushed_bytes, wire_s, error)
+        first_s, posted = write.first_post_s, write.descriptors or None
+        wire_s = None if first_s is None else self._now_s() - first_s
+        wait_s = None if first_s is None else first_s - write.called_s
+        result = WriteResult(outcome, write.flushed_bytes, wire_s, error, wait_s, posted)
 
         def ended() -> None:
             write.result = result

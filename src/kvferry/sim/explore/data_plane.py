@@ -42,7 +42,7 @@ class NotedWrite:
     result: WriteResult | None = None
 
     def end(self, outcome: WriteOutcome) -> None:
-        self.result = WriteResult(outcome, 0, 0.0, "" if outcome is not WriteOutcome.BROKEN else "the path broke")
+        self.result = WriteResult(outcome, 0, None, "" if outcome is not WriteOutcome.BROKEN else "the path broke")
         self.on_end(self.result)
 
 
