@@ -92,7 +92,9 @@ class Checking(Leader[DecodeRoom]):
             return
         room.checks.open.discard(key)
         placed = room.checks.told[key]
+        pages = room.holding.pages[placed.first : placed.first + placed.pages]
         if not taken.error and taken.digest == placed.digest:
+            self.ledger.clear(pages)
             room.clocks.progress(self.clock.now_s())
             self.settle_checks(room)
             return
@@ -100,8 +102,7 @@ class Checking(Leader[DecodeRoom]):
         where += ", and the metadata row)" if placed.row else ")"
         ranks = f"from rank {taken.source} of {room.peer.name} to rank {taken.target}"
         found = taken.error or f"its digest is {taken.digest:016x} here, and was {placed.digest:016x} at its source"
-        blamed = room.holding.pages[placed.first : placed.first + placed.pages]
-        self._check_failed(room, f"{where} {ranks}: {found}", blamed)
+        self._check_failed(room, f"{where} {ranks}: {found}", pages if not taken.error else ())
 
     def settle_checks(self, room: DecodeRoom) -> None:
         """Commit, or fail, once all is written and every check has been made."""

@@ -76,7 +76,8 @@ class PageLedger:
         self._free_rows: deque[int] = deque(range(rows))
         self._holdings: dict[int, Holding] = {}
         self._holders: Counter[int] = Counter()  # page -> how many holdings have it
-        self._blamed: Counter[int] = Counter()  # page -> checks that have failed with it
+        self._blamed: Counter[int] = Counter()  # page -> checks that have failed with it alone
+        self._suspected: Counter[int] = Counter()  # page -> checks that have failed with it among others
         self._retired: set[int] = set()
         self._next = 1
 
@@ -104,14 +105,22 @@ class PageLedger:
         return self.total - self.quarantined - len(self._retired)
 
     def blame(self, pages: Iterable[int]) -> None:
-        """What was written to these pages, which somebody holds, lies there changed. One that this happens to for the
-        `RETIRED_AT`th time is retired: it is not handed out again when its holders have released it.
+        """What was written to these pages, which somebody holds, lies there changed. A page that this happens to for
+        the `RETIRED_AT`th time is retired: it is not handed out again when its holders have released it.
+
+        Where it is one of several, nobody knows which of them; those that pass a check before they fail another one
+        are cleared.
         """
         pages = tuple(pages)
         for page in pages:
             if not self._holders[page]:
                 raise LedgerError(f"page {page} can't be blamed: nobody holds it")
-        self._blamed.update(pages)
+        (self._blamed if len(pages) == 1 else self._suspected).update(pages)
+
+    def clear(self, pages: Iterable[int]) -> None:
+        """What was written to these pages lies there as it was."""
+        for page in pages if self._suspected else ():
+            self._suspected.pop(page, None)
 
     def reserve(self, owner: int, pages: int, rows: int = 0, shared: tuple[int, ...] = ()) -> Holding | None:
         """Take `pages` pages and `rows` rows for `owner`, all or none: None when either runs short.
@@ -198,7 +207,7 @@ class PageLedger:
             self._holders[page] -= 1
             if not self._holders[page]:
                 del self._holders[page]
-                if self._blamed[page] >= RETIRED_AT:
+                if self._blamed[page] + self._suspected[page] >= RETIRED_AT:
                     self._retired.add(page)
                 else:
                     self._free.append(page)
@@ -274,8 +283,7 @@ class PageLedger:
             raise LedgerError(f"room {room}: ranks {missing} may still write: no ack, and no proof about their process")
 
 
-#: A page is retired with so many failed checks. Blame is a chunk's: of its pages most are sound, and none of those is
-#: likely to be in two chunks that fail.
+#: A page is retired with so many failed checks.
 RETIRED_AT = 2
 #: A page's states, the first that fits first.
 _STATES = ("quarantined", "leased", "owned", "cached")

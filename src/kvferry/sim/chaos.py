@@ -41,7 +41,7 @@ ROLES = ("prefill", "decode", "router", "registry", "front")
 WEIGHTS = {
     **{f"kill {role}": 2 for role in ROLES}, **{f"stop {role}": 2 for role in ROLES},
     "cut": 3, "break paths": 2, "drop a link": 2, "noise": 2, "refuse": 2, "slow": 2, "late writes": 3,
-    "break writes": 2, "garble": 2, "leave": 3, "drain prefill": 2, "drain decode": 2,
+    "break writes": 2, "garble": 2, "flip": 2, "leave": 3, "drain prefill": 2, "drain decode": 2,
 }  # fmt: skip
 
 
@@ -61,6 +61,7 @@ class Chaos:
         self.log: list[str] = []
         self.pairs: Counter[str] = Counter()
         self._system, self._random, self._fronts, self._cells = system, random, fronts, cells
+        self._flipped: set[int] = set()  # processes whose memory has changed once
         self._weights = WEIGHTS | ({"scale": 8} if scales else {})
 
     async def fault(self, aim: Enum | None, kind: str = "") -> None:
@@ -243,6 +244,27 @@ class Chaos:
         endpoint.garbles = True
         await asyncio.sleep(for_s)
         endpoint.garbles = False
+
+    async def flip(self, subject: Subject | None, _role: str) -> None:
+        """A byte of what one prefill has written changes where it lies. Once in each target's life: pages that fail
+        their check again are taken out of use, and a small pool would soon be too small.
+        """
+        for_s = self._random.uniform(0.2, 2)
+        name = self._victim(subject, "prefill")
+        endpoint = self._system.processes[name].dressed if name is not None else None
+        if name is None or endpoint is None:
+            return
+        self._struck("flip", {name}, f"a byte that {name} writes is changed at its target", for_s)
+
+        def at(target: int, size_bytes: int) -> int | None:
+            if target in self._flipped:
+                return None
+            self._flipped.add(target)
+            return self._random.randrange(size_bytes)
+
+        endpoint.flips = at
+        await asyncio.sleep(for_s)
+        endpoint.flips = None
 
     # --- others ---
 

@@ -64,7 +64,9 @@ class RankMaker:
         engine = self._engine(info, clock)
         inbox = SimInbox(carrier)
         endpoint = self._endpoint(role, engine, links.address.incarnation, inbox, clock)
-        dressed = SimEndpoint(endpoint, carrier, links.address.incarnation)
+        fabric = self._fabric  # its methods are asked for when they are used: checkers stand in front of them
+        flip = lambda agent, region, offset: fabric.flip(agent, region, offset)  # noqa: E731
+        dressed = SimEndpoint(endpoint, carrier, links.address.incarnation, flip)
         texts, mailbox, limits = ScriptedTexts(options.eos_token_ids), options.links.mailbox, options.clocks
         parts = Parts(
             links, clock, mailbox, self._resolve, engine, texts, dressed, info, limits, settings.max_rooms,
