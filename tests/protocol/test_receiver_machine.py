@@ -286,7 +286,7 @@ def test_a_running_request_needs_neither_room_nor_prefill(event: ReceiverEvent) 
     assert driver.machine.state is S.RUNNING
 
 
-@pytest.mark.parametrize("event", [V.PREFILL_LOST, V.PREFILL_EXITED, V.REVOKED, V.UNKNOWN, V.DRAINED])
+@pytest.mark.parametrize("event", [V.PREFILL_LOST, V.PREFILL_EXITED, V.REVOKED, V.UNKNOWN, V.DRAINED, V.ABORT])
 def test_a_room_that_is_being_checked_needs_no_prefill(event: ReceiverEvent) -> None:
     """With the last notification all is written: losing prefill is no failure, and leaves no cause behind."""
     driver = receiving(2)
@@ -299,7 +299,9 @@ def test_a_room_that_is_being_checked_needs_no_prefill(event: ReceiverEvent) -> 
     assert driver.log[-1] == Commit()
 
 
-@pytest.mark.parametrize("event", (*TOLD, V.STOP, V.FRONT_LOST, V.EXPIRED, V.FAIL, V.CHECK_FAILED))
+@pytest.mark.parametrize(
+    "event", (V.ABORT_RUNNING, V.ROOM_LOST, V.STOP, V.FRONT_LOST, V.EXPIRED, V.FAIL, V.CHECK_FAILED)
+)
 def test_a_room_that_ends_while_it_is_checked_gives_its_pages_back_at_once(event: ReceiverEvent) -> None:
     """Nobody can write to them any more: every rank's notification was its ack."""
     driver = receiving(2)

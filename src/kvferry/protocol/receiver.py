@@ -122,6 +122,7 @@ TABLE: Table[ReceiverState, ReceiverEvent] = {
         _ends(S.RELEASING, "ack_and_abort", "report_and_abort"),
         # Nothing that prefill still says, and no end of it, changes what lies here.
         {event.name: IGNORED for event in _LATE_NEWS},
+        ABORT=IGNORED,  # the room asks whether we have committed: what the checks find is the answer
         CHECKED=Go(S.RUNNING, "commit"),
         CHECK_FAILED=Go(S.RELEASING, "report_and_abort"),
     ),
