@@ -15,6 +15,7 @@ from kvferry.actors.decode.room import DecodeRoom
 from kvferry.actors.leader import Leader
 from kvferry.actors.parts import Parts
 from kvferry.memory.admission import pages_needed
+from kvferry.obs.rooms import CHECKS_FAILED
 from kvferry.protocol.address import Address
 from kvferry.protocol.instance import Digested
 from kvferry.protocol.messages import Distrust
@@ -25,8 +26,6 @@ from kvferry.transfer.contract import TransferError
 
 logger = logging.getLogger("kvferry.decode")
 
-#: Counted under this name; `kvferry_transfer_check_failures` is made of it.
-CHECKS_FAILED = "transfers that failed their check"
 _CHECKED_IN = (ReceiverState.RECEIVING, ReceiverState.CHECKING)
 
 

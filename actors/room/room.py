@@ -189,8 +189,7 @@ class Room:
         self._handle(RoomEvent.RECEIVED)
 
     def _drained(self, _leg: str, message: Drained) -> None:
-        self.journal.kv_bytes += message.kv_bytes
-        self.journal.metadata_bytes += message.metadata_bytes
+        self.journal.drained(message)
         self._note("drained", PREFILL, rank=message.rank, complete=message.complete, kv_bytes=message.kv_bytes)
         if message.rank != LEADER:
             return  # the leader's comes when all ranks have drained

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvferry.actors.decode.checking import CHECKS_FAILED
 from kvferry.actors.prefill.kept import release
 from kvferry.actors.settings import ClockSettings, DecodeSettings, FaultSettings, LinkSettings, PrefillSettings
+from kvferry.obs.rooms import CHECKS_FAILED
 from kvferry.protocol.errors import DeadlineExceeded, HandoffFailed
 from kvferry.protocol.metadata import ROW_BYTES
 from kvferry.protocol.rank import EARLY, PREFILL_COMPLETE
