@@ -19,7 +19,6 @@ from typing import Protocol
 import xxhash
 
 from kvferry.transfer.contract import Region, Spans
-from kvferry.transfer.spans import addresses
 
 #: Of no bytes at all.
 EMPTY = xxhash.xxh3_64_intdigest(b"")
@@ -35,10 +34,15 @@ class Digests(Protocol):
 def digest_of(spans: Spans, regions: Sequence[Region], side: str) -> int:
     """XXH3-64 of the spans' bytes on one side, in their order. The spans lie within the regions."""
     digest = xxhash.xxh3_64()
-    starts = addresses(spans, regions, side).tolist()
-    for start, length in zip(starts, spans["length"].tolist(), strict=True):
-        digest.update((ctypes.c_char * length).from_address(start))
+    update, views = digest.update, [_view(region) for region in regions]
+    columns = (spans[name].tolist() for name in (f"{side}_region", f"{side}_offset", "length"))
+    for region, start, length in zip(*columns, strict=True):
+        update(views[region][start : start + length])
     return digest.intdigest()
+
+
+def _view(region: Region) -> memoryview:
+    return memoryview((ctypes.c_char * (region.items * region.item_bytes)).from_address(region.base)).cast("B")
 
 
 class ThreadDigests:
