@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvferry.actors.prefill.kept import release
 from kvferry.actors.settings import ClockSettings, DecodeSettings, FaultSettings, LinkSettings, PrefillSettings
@@ -16,6 +17,9 @@ from kvferry.protocol.errors import DeadlineExceeded, HandoffFailed
 from kvferry.protocol.metadata import ROW_BYTES
 from kvferry.protocol.rank import EARLY, PREFILL_COMPLETE
 from kvferry.protocol.receiver import ReceiverState
+from kvferry.protocol.request import Sampling
+from kvferry.serve.choices import Choices
+from kvferry.serve.prepare import sample_seed
 from kvferry.sim.checkers import Broken, Watcher, check_idle
 from kvferry.sim.loop import run
 from kvferry.sim.system import SimOptions, SimSystem
@@ -255,5 +259,51 @@ def test_writes_that_are_held_are_checked_like_others(client_of: Any) -> None:
             assert await client.ask(PROMPT, max_tokens=5) == list(system.engine().expected_tokens(PROMPT, 5))
             assert failed_checks(system) == 1
             assert await system.settle(5)
+
+    run(main())
+
+
+def test_what_prefill_kept_of_a_prompt_goes_with_a_failed_check(client_of: Any) -> None:
+    """Siblings read pages that one of them has computed. Those still to come compute the prompt again."""
+    samplings = [replace(Sampling(6, 0.8), seed=sample_seed(11, i)) for i in range(4)]
+    options = SimOptions(decode=DecodeSettings(pool_pages=14, max_running=1))
+
+    async def main() -> None:
+        async with SimSystem(options) as system:
+            client = await client_of(system, attempts=2)
+            Flip(system, write=3)
+            choices = Choices(client.front)
+            choices.open(PROMPT, samplings)
+            ids: dict[int, list[int]] = {}
+            while not choices.over:
+                for index, tokens in await choices.take():
+                    ids.setdefault(index, []).extend(token.token_id for token in tokens)
+            choices.close()
+            for index, sampling in enumerate(samplings):
+                assert ids[index] == list(system.engine().expected_tokens(PROMPT, 6, sampling))
+            assert failed_checks(system) == 1
+            assert system.prefill().counts["kept prompts dropped for a failed check"] == 1
+            assert await system.settle(20)
+
+    run(main())
+
+
+def test_the_journal_has_what_a_transfer_took(client_of: Any) -> None:
+    """Four chunks of 4, 4, 4 and 1 pages, in 3 layers with K and V each, and the row, at 1 MB/s; nothing is before it
+    in its lane. Pages lie in a row, so a chunk has one descriptor for each layer and part.
+    """
+    page_bytes = 8 * 2 * 4 * 4  # tokens, heads, dimensions, bytes
+    size_bytes = 13 * page_bytes * 6 + ROW_BYTES
+
+    async def main() -> None:
+        async with SimSystem(SimOptions(bandwidth_bytes_s=1e6)) as system:
+            client = await client_of(system)
+            live = client.open(PROMPT, max_tokens=2)
+            await client.collect(live)
+            (transfer,) = (await client.journal(live))["transfers"]
+            assert transfer["wire_s"] == pytest.approx(size_bytes / 1e6)
+            assert {name: transfer[name] for name in ("rank", "backend", "bytes", "wait_s", "descriptors")} == {
+                "rank": 0, "backend": "fake", "bytes": size_bytes, "wait_s": 0, "descriptors": 4 * 6 + 1,
+            }  # fmt: skip
 
     run(main())
