@@ -48,7 +48,7 @@ class Batch:
                 waiting += 1
             else:
                 free_pages, free_places = free_pages - pages, free_places - 1
-        total = self._ledger.total
+        total = self._ledger.total - self._ledger.retired
         return Load(
             role, waiting=waiting, running=self.places, free_pages=free_pages, total_pages=total,
             free_places=free_places, place_s=place_s,
