@@ -134,7 +134,7 @@ def test_chunks_are_checked_while_later_ones_are_computed(client_of: Any, wait_u
     """When the last notification comes, only the last chunk is still to be checked."""
 
     async def main() -> None:
-        async with SimSystem(SimOptions()) as system:
+        async with SimSystem(SimOptions(digest_bytes_s=1e6)) as system:
             client = await client_of(system)
             asking = asyncio.create_task(client.ask(PROMPT, max_tokens=5))
             rooms = system.decode().rooms

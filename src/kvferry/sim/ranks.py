@@ -70,7 +70,7 @@ class RankMaker:
         texts, mailbox, limits = ScriptedTexts(options.eos_token_ids), options.links.mailbox, options.clocks
         parts = Parts(
             links, clock, mailbox, self._resolve, engine, texts, dressed, info, limits, settings.max_rooms,
-            engine.combine, SimDigests(engine.regions(), clock.sleep) if options.checksum else None,
+            engine.combine, self._digests(engine, clock),
         )  # fmt: skip
         if role == "unified":
             return UnifiedLeader(replace(parts, endpoint=Nowhere(), digests=None), options.unified), None, None
@@ -110,6 +110,10 @@ class RankMaker:
             info.layout, limits, metadata_rows=64, sleep=clock.sleep, cost_s=options.cost_s, part=part,
             incarnation=info.address.incarnation,
         )  # fmt: skip
+
+    def _digests(self, engine: ScriptedEngine, clock: SimClock) -> SimDigests | None:
+        options = self._options
+        return SimDigests(engine.regions(), clock.sleep, options.digest_bytes_s) if options.checksum else None
 
     def _endpoint(
         self, role: str, engine: ScriptedEngine, incarnation: int, inbox: Callable[[str, bytes], None], clock: SimClock

@@ -82,7 +82,7 @@ class HeldWrite:
     """
 
     def __init__(
-        self, peer: Peer, spans: Spans, on_end: Callable[[WriteResult], None], stalls: bool, flips: bool
+        self, peer: Peer, spans: Spans, on_end: Callable[[WriteResult], None], stalls: bool, flips: bool = False
     ) -> None:
         self.peer = peer
         self.spans = spans
