@@ -70,6 +70,12 @@ class Batch:
         tokens = room.prompt_tokens + 1
         room.claim = self._admission.arrive(room.room, room.spec.request, tokens, room.total_tokens, now_s)
 
+    def misfit(self) -> DecodeRoom | None:
+        """A room that waits, and that pages which have been retired leave no room for."""
+        left = self._ledger.total - self._ledger.retired
+        claims = self._admission.waiting if self._ledger.retired else ()
+        return next((self._rooms[claim.key] for claim in claims if claim.need > left), None)
+
     def admit(self) -> DecodeRoom | None:
         """The next room that may come in, with its holding; None when the oldest candidate has to wait."""
         claim = self._admission.admit()
