@@ -52,13 +52,15 @@ asyncio.run(target({transports!r}))
 """
 
 
+def pool_of_kv() -> KVPool:
+    return KVPool(layers=30, pages=POOL, page_size=PAGE, kv_heads=3, head_dim=64, dtype=torch.float32, metadata_rows=4)
+
+
 class Site:
     """A pool with an end of the data plane."""
 
     def __init__(self, incarnation: int, transports: str, hear: Callable[[bytes], None]) -> None:
-        self.pool = KVPool(
-            layers=30, pages=POOL, page_size=PAGE, kv_heads=3, head_dim=64, dtype=torch.float32, metadata_rows=4
-        )
+        self.pool = pool_of_kv()
         self.regions = self.pool.regions()
         self.endpoint = UcxEndpoint(
             regions=self.regions, incarnation=incarnation, on_notify=lambda _, payload: hear(payload),
@@ -184,17 +186,19 @@ def fastest_s(do: Callable[[], object], rounds: int) -> float:
     return min(times)
 
 
-def rates(site: Site, rounds: int) -> dict[str, float]:
-    """GB/s by one thread over the site's pool, each the best of so many."""
-    pools = [pool.view(-1).view(torch.int64) for pool in (*site.pool.k, *site.pool.v)]
+def rates(rounds: int) -> dict[str, float]:
+    """GB/s by one thread over a pool, each the best of so many. Nothing else runs in the process."""
+    kv = pool_of_kv()
+    regions = kv.regions()
+    pools = [pool.normal_().view(-1).view(torch.int64) for pool in (*kv.k, *kv.v)]
     arrays, size = [pool.numpy() for pool in pools], sum(pool.nbytes for pool in pools)
-    random, pairing = np.random.default_rng(9), pair(site.regions, site.regions)
+    random, pairing = np.random.default_rng(9), pair(regions, regions)
     lots = random.permutation(POOL)[: POOL // PAGES * PAGES].reshape(-1, PAGES)  # no page is in two prompts
     runs = np.arange(len(lots) * PAGES).reshape(lots.shape)
 
     def digests(prompts: Any) -> float:
         plans = [plan_pages(pairing, pages, pages) for pages in prompts]
-        times = [fastest_s(partial(digest_of, spans, site.regions, "source"), 1) for spans in plans * rounds]
+        times = [fastest_s(partial(digest_of, spans, regions, "source"), 1) for spans in plans * rounds]
         return total_bytes(plans[0]) / min(times) / 1e9
 
     return {
@@ -242,9 +246,9 @@ async def main() -> int:
     parser.add_argument("--transports", default="host", help="as transfer.transports (%(default)s)")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    measured = rates(5)
     computed_s = await compute_s()
     transfers = await Transfers.opened(options.transports)
-    measured = rates(transfers.site, 3)
     digest_gb_s, read_gb_s = measured["digest, scattered pages"], max(measured["read, numpy"], measured["read, torch"])
     digest_s = sum(map(total_bytes, transfers.parts)) / digest_gb_s / 1e9
     await transfers.medians_s(3, 0.0)
