@@ -1,8 +1,9 @@
-"""What every contender of bench/transfer.py has in common: the pool, the work, and the two processes between which it moves.
+"""What every contender of bench/transfer.py has in common: the pool, the work, and the processes it moves between.
 
-A contender in the usual shape is a subclass of `Ends`: one object of it in a source process and one in a target process,
-each with a pool of its own, both alive for the whole run so that the rounds of all contenders can take turns. A contender
-that has processes of its own (Ray's) implements `Contender` itself. Either is listed, with its name, in `transfer.py`.
+A contender in the usual shape is a subclass of `Ends`: one object of it in a source process and one in a target
+process, each with a pool of its own, both alive for the whole run so that the rounds of all contenders can take turns.
+A contender that has processes of its own (Ray's) implements `Contender` itself. Either is listed, with its name, in
+`transfer.py`.
 """
 
 from __future__ import annotations
@@ -120,8 +121,8 @@ class Ends:
         raise NotImplementedError
 
     async def receive(self, work: Work) -> None:
-        """The same round at the target, at the same time. Ends when all bytes lie in the pool and this end has been told
-        so: by a notification, a message or the end of its own receives.
+        """The same round at the target, at the same time. Ends when all bytes lie in the pool and this end has been
+        told so: by a notification, a message or the end of its own receives.
         """
         raise NotImplementedError
 
