@@ -7,7 +7,7 @@ from kvferry.transfer.contract import TransferError, WriteOutcome, decode_descri
 from kvferry.transfer.plan import pair, plan_pages, plan_row
 from kvferry.transfer.spans import make_spans, no_spans
 
-KINDS = ["fake", "faulty", "ucx-host", "ucx-tcp"]
+KINDS = ["fake", "faulty", "ucx-host", "ucx-tcp", "local"]
 ROUND = 4 * 1024 * 1024
 
 
