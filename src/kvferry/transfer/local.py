@@ -98,7 +98,7 @@ class LocalEndpoint:
 
     # --- as a target ---
 
-    async def accept(self, writer: int) -> Descriptor:
+    async def accept(self, writer: int, host: str = "") -> Descriptor:
         self._check_open()
         if not self._areas:
             raise TransferError(f"{self._name}: its memory can't be shared")
@@ -107,7 +107,7 @@ class LocalEndpoint:
             self._check_room()
             name = self._next_name()
             known = self._accepted[writer] = Descriptor(
-                BACKEND, name, self._incarnation, self._generation, self._door.metadata, self._regions
+                BACKEND, name, self._incarnation, self._generation, self._door.metadata, self._regions, PROOFS
             )  # fmt: skip
         return known
 

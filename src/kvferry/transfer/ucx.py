@@ -105,7 +105,7 @@ class UcxEndpoint:
     def regions(self) -> tuple[Region, ...]:
         return self._regions
 
-    async def accept(self, writer: int) -> Descriptor:
+    async def accept(self, writer: int, host: str = "") -> Descriptor:
         self._check_open()
         accepted: asyncio.Future[Descriptor] = self._loop.create_future()
         self._command(partial(self._driver.accept, writer, partial(_settle, accepted)))

@@ -154,7 +154,8 @@ class Driver:
                 agent = self._receiving[writer] = self._next_agent()
                 self._accepted[writer] = agent.generation
             answer = Descriptor(
-                BACKEND, agent.name, self._incarnation, agent.generation, agent.metadata, self._regions
+                BACKEND, agent.name, self._incarnation, agent.generation, agent.metadata, self._regions,
+                self._proofs,
             )  # fmt: skip
         except TransferError as error:
             answer = TransferError(str(error))
