@@ -62,18 +62,30 @@ class FaultSettings(Settings, frozen=True):
 
 class TransferSettings(Settings, frozen=True):
     """`policy` of a handoff: "early" (decode allocates, then prefill computes) or "prefill_complete" (prefill computes,
-    then decode allocates). `backend`: "ucx". `transports` is handed to UCX as UCX_TLS ("host" = shared memory and CMA,
-    "tcp"). A process has at most `max_agents` agents of the data plane, one for each peer.
+    then decode allocates). `backend`: "local" (one host, pools that both processes map), "ucx", or "auto", which picks
+    for each pair of processes. `transports` is handed to UCX as UCX_TLS ("host" = shared memory and CMA, "tcp"), and
+    says with "host" that all processes are on one host. A process has at most `max_agents` agents of the data plane,
+    one for each peer.
     """
 
     policy: str = EARLY
-    backend: str = "ucx"
+    backend: str = "auto"
     transports: str = "host"
     batch_bytes: int = 8 * 1024 * 1024
     poll_busy_ms: float = 1.0
     poll_idle_ms: float = 20.0
     max_agents: int = 256
     faults: FaultSettings = FaultSettings()
+
+    @property
+    def one_host(self) -> bool:
+        """KV can't go from host to host."""
+        return self.backend == "local" or (self.backend in ("auto", "ucx") and self.transports == "host")
+
+    @property
+    def shares_memory(self) -> bool:
+        """Pools lie in memory that other processes of the host may map."""
+        return self.backend in ("auto", "local")
 
 
 class PrefillSettings(Settings, frozen=True):

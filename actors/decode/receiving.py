@@ -24,6 +24,7 @@ from kvferry.protocol.instance import Arrived, Expect
 from kvferry.protocol.messages import (
     AbortTransfer,
     Admitted,
+    DataPath,
     Destination,
     Drained,
     Draining,
@@ -202,7 +203,7 @@ class Receiving(Leader[DecodeRoom]):
         if descriptors is None:
             return
         writers, pages = room.machine.writers, pages_needed(room.prompt_tokens, self.page_size)
-        agent = descriptors[(writers[LEADER], LEADER)]
+        leading = descriptors[(writers[LEADER], LEADER)]
         ways = tuple(
             Way(source, target, encode_descriptor(descriptors[(writers[source], target)]))
             for source, targets in room.routes.items()
@@ -210,13 +211,15 @@ class Receiving(Leader[DecodeRoom]):
             if (source, target) != (LEADER, LEADER)
         )
         destination = Destination(
-            room.room, room.holding.pages[:pages], 0, room.holding.rows[0], encode_descriptor(agent), agent.generation,
-            tuple(writers), ways,
+            room.room, room.holding.pages[:pages], 0, room.holding.rows[0], encode_descriptor(leading),
+            leading.generation, tuple(writers), ways,
         )  # fmt: skip
         room.agents = {pair: descriptor.generation for pair, descriptor in descriptors.items()}
         room.proofs = {pair: descriptor.proofs for pair, descriptor in descriptors.items()}
         self.ledger.lease(room.holding, writers)
         self.expect(room, True)
+        if leading.why:
+            self.tell_room(room, DataPath(room.room, leading.backend, leading.why))
         if not self.network.send(room.peer.incarnation, destination):
             self.fail(room, ReceiverEvent.PREFILL_LOST, "there is no link to prefill", room.peer.name)
 

@@ -231,6 +231,14 @@ class Draining(Message, frozen=True):
     broken: bool = False
 
 
+class DataPath(Message, frozen=True):
+    """Decode -> room: by which backend the KV comes, and why, where there was a choice."""
+
+    room: int
+    backend: str
+    why: str
+
+
 class Released(Message, frozen=True):
     """Decode -> room, perhaps long after its end: quarantined pages are free again, and by which proof."""
 
@@ -320,7 +328,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
     OpenPrefill | OpenDecode | Opened | Admitted | Progress | PrefillDone | Received | Committed | Failed
     | Abort | AbortAck | UnknownRoom | Destination | AbortTransfer | Drained | Reconcile | Draining | Released
-    | TokenBatch | Stop | Retracted
+    | DataPath | TokenBatch | Stop | Retracted
     | Load | Register | Registered | RegistrationRefused | RegisterDpRank | Watch | OverBudget | Roster
     | Join | Joined | RunStep | Stepped | WriteTo | WriteChunk | Wrote | CancelRoom | RankFailed | ConfirmAbort
     | AbortConfirmed | Accept | Accepted | Revoke | RevokedAt | Expect | Arrived
