@@ -64,13 +64,15 @@ class TransferSettings(Settings, frozen=True):
     """`policy` of a handoff: "early" (decode allocates, then prefill computes) or "prefill_complete" (prefill computes,
     then decode allocates). `backend`: "local" (one host, pools that both processes map), "ucx", or "auto", which picks
     for each pair of processes. `transports` is handed to UCX as UCX_TLS ("host" = shared memory and CMA, "tcp"), and
-    says with "host" that all processes are on one host. A process has at most `max_agents` agents of the data plane,
-    one for each peer.
+    says with "host" that all processes are on one host. `ib_device`: the network devices to take
+    (kvferry.transfer.nics); None = the one that has our address. A process has at most `max_agents` agents of the data
+    plane, one for each peer.
     """
 
     policy: str = EARLY
     backend: str = "auto"
     transports: str = "host"
+    ib_device: str | list[str] | dict[str, str | list[str]] | None = None
     batch_bytes: int = 8 * 1024 * 1024
     poll_busy_ms: float = 1.0
     poll_idle_ms: float = 20.0

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvferry.protocol.rank import EARLY, PREFILL_COMPLETE
+from kvferry.transfer.nics import check_form
 
 if TYPE_CHECKING:
     from kvferry.cluster.config import Config
@@ -171,6 +172,16 @@ def _single(config: Config) -> Iterator[Complaint]:
             yield f"api.keys[{index}]", HIDDEN, API_KEY_RULE
 
 
+def _wire(config: Config) -> Iterator[Complaint]:
+    value = config.transfer.ib_device
+    if value is None:
+        return
+    if wrong := check_form(value):
+        yield "transfer.ib_device", value, wrong
+    elif config.transfer.one_host:
+        yield "transfer.ib_device", value, "null, where transfer.transports is host: nothing goes by a network device"
+
+
 def _chunk(config: Config) -> Iterator[Complaint]:
     page = config.model.page_size
     for role, settings in (("prefill", config.prefill), ("unified", config.unified)):
@@ -246,5 +257,5 @@ def _calls(config: Config) -> Iterator[Complaint]:
 
 
 CONTRADICTIONS: tuple[Callable[[Config], Iterator[Complaint]], ...] = (
-    _somebody, _chunk, _running, _breaker, _calls, _silence, _poll, _ingress, _slots,
+    _somebody, _chunk, _wire, _running, _breaker, _calls, _silence, _poll, _ingress, _slots,
 )  # fmt: skip

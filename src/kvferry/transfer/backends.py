@@ -13,6 +13,7 @@ from kvferry.transfer.contract import Endpoint, OnNotify, Region, TransferError
 from kvferry.transfer.faulty import Faults, with_faults
 from kvferry.transfer.local import BACKEND as LOCAL
 from kvferry.transfer.local import LocalEndpoint
+from kvferry.transfer.nics import IbDevice, ucx_devices
 from kvferry.transfer.several import BACKEND as AUTO
 from kvferry.transfer.several import Choice, Choose, Several
 from kvferry.transfer.shared import Area
@@ -30,6 +31,8 @@ class _Settings(Protocol):
     @property
     def transports(self) -> str: ...
     @property
+    def ib_device(self) -> IbDevice: ...
+    @property
     def batch_bytes(self) -> int: ...
     @property
     def poll_busy_ms(self) -> float: ...
@@ -44,7 +47,8 @@ class _Settings(Protocol):
 @dataclass(frozen=True)
 class Site:
     """The process that an endpoint is made for. Peers reach it at `host`, an address; `kernel` is the host of its
-    `Address`. `areas`: the memory of its regions that others may map, if it is of that kind.
+    `Address`. `areas`: the memory of its regions that others may map, if it is of that kind; `device` the
+    number of the one that it computes on.
     """
 
     host: str
@@ -55,6 +59,7 @@ class Site:
     on_notify: OnNotify
     loop: asyncio.AbstractEventLoop
     now_s: Callable[[], float]
+    device: int = 0
 
 
 def _ucx(settings: _Settings, site: Site) -> Endpoint:
@@ -66,6 +71,7 @@ def _ucx(settings: _Settings, site: Site) -> Endpoint:
         now_s=site.now_s,
         transports=settings.transports,
         host=site.host,
+        devices=ucx_devices(settings.ib_device, site.device),
         batch_bytes=settings.batch_bytes,
         poll_busy_ms=settings.poll_busy_ms,
         poll_idle_ms=settings.poll_idle_ms,
