@@ -19,17 +19,15 @@ KEY = "transfer.ib_device"
 IbDevice = str | list[str] | dict[str, str | list[str]] | None
 
 _NAME = re.compile(r"[A-Za-z0-9_.@-]+(:[1-9][0-9]?)?")
-_FORMS = (
-    "a device's name, a list of names, a map from device numbers to names, or the path of a JSON file with that map"
-)
+_FORMS = "a device's name, a list of names, a map from device numbers to names, or the path of a JSON file with one"
 
 
 def ucx_devices(value: IbDevice, device: int, known: Mapping[str, bool] | None = None) -> str:
     """UCX_NET_DEVICES for the rank on `device` ("" = nobody has said). `known`: the devices of this host by name, and
     whether each is an RDMA device, for which UCX wants a port.
 
-    Raises ConfigError for what is not of one of the forms, for a device that the map leaves out, and for names that this
-    host does not have.
+    Raises ConfigError for what is not of one of the forms, for a device that the map leaves out, and for names that
+    this host does not have.
     """
     if value is None:
         return ""
@@ -66,7 +64,7 @@ def names_for(value: IbDevice, device: int) -> tuple[str, ...]:
 
 def host_devices() -> dict[str, bool]:
     """The devices of this host: name -> whether it does RDMA."""
-    found = {}
+    found: dict[str, bool] = {}
     for kind, rdma in (("net", False), ("infiniband", True)):
         folder = Path("/sys/class") / kind
         found |= {entry.name: rdma for entry in folder.iterdir()} if folder.is_dir() else {}

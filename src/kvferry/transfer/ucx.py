@@ -38,8 +38,8 @@ _log = logging.getLogger(__name__)
 class UcxEndpoint:
     """`Endpoint` over UCX. Raises TransferError when UCX gives no agent over `transports`.
 
-    Over tcp, peers reach it at `host`, an address of this machine, by the device that has it or by `devices`. It has at most `max_agents` agents at a time, one
-    for each writer and one for each target; each takes about 10 MB.
+    Over tcp, peers reach it at `host`, an address of this machine, by the device that has it or by `devices`. It has at
+    most `max_agents` agents at a time, one for each writer and one for each target; each takes about 10 MB.
 
     Construction waits for the first agent to start, 0.1 to 1 s: do it in a thread if the loop has other work by then.
     The regions' memory must stay mapped until `close` has returned. A cancelled write that still waits behind

@@ -122,7 +122,7 @@ def open_agent(
     name: str, transports: str, host: str, regions: Sequence[Region], devices: str = ""
 ) -> tuple[Any, Any, bytes]:
     """A new agent with all regions registered: (agent, registration, `Descriptor.metadata`). `host` is the address on
-    which peers reach this process; `devices` are UCX_NET_DEVICES, where others are to be taken than the transport's own.
+    which peers reach this process; `devices` are UCX_NET_DEVICES, in place of the transport's own.
 
     Sets the process's environment for UCX, which reads it when the agent is made. A level of logging that is set
     already stays: errors reach us as exceptions, and UCX would print each of them as well.
