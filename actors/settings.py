@@ -66,7 +66,8 @@ class TransferSettings(Settings, frozen=True):
     for each pair of processes. `transports` is handed to UCX as UCX_TLS ("host" = shared memory and CMA, "tcp"), and
     says with "host" that all processes are on one host. `ib_device`: the network devices to take
     (kvferry.transfer.nics); None = the one that has our address. A process has at most `max_agents` agents of the data
-    plane, one for each peer.
+    plane, one for each peer. Before a pair of agents is used first, a few bytes must get across within `self_test_s`
+    seconds (0: not tried).
     """
 
     policy: str = EARLY
@@ -77,6 +78,7 @@ class TransferSettings(Settings, frozen=True):
     poll_busy_ms: float = 1.0
     poll_idle_ms: float = 20.0
     max_agents: int = 256
+    self_test_s: float = 10.0
     faults: FaultSettings = FaultSettings()
 
     @property

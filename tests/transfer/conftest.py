@@ -26,6 +26,7 @@ class Memory:
     def __init__(self, seed=None, pages=PAGES, page_bytes=PAGE_BYTES):
         sizes = [pages * page_bytes] * (2 * LAYERS) + [4 * ROW_BYTES]
         self.area = Area(sum(sizes))
+        self.areas = [self.area]
         whole = np.frombuffer(self.area.buffer, np.uint8)
         self.arrays = np.split(whole[: sum(sizes)], np.cumsum(sizes)[:-1])
         if seed is not None:
@@ -123,7 +124,7 @@ def endpoint_of(kind, memory, incarnation, on_notify, **options):
     options |= {"regions": memory.regions, "incarnation": incarnation, "on_notify": on_notify, "now_s": time.monotonic}
     options |= {"loop": asyncio.get_running_loop()}
     if kind == "local":
-        return LocalEndpoint(areas=[memory.area], **options)
+        return LocalEndpoint(areas=memory.areas, **options)
     return UcxEndpoint(transports=kind.removeprefix("ucx-"), **options)
 
 
@@ -136,7 +137,9 @@ async def open_site(kind, fabric, incarnation, memory, **options):
         inner = fabric.endpoint(memory.regions, incarnation, site.hear)
         site.endpoint = FaultyEndpoint(inner, delay_s=0.001, stall_after=-1, sleep=asyncio.sleep, loop=loop)
     else:
-        site.endpoint = endpoint_of(kind, memory, incarnation, site.hear, batch_bytes=256 * 1024, **options)
+        site.endpoint = endpoint_of(
+            kind, memory, incarnation, lambda *note: site.hear(*note), batch_bytes=256 * 1024, **options
+        )
     return site
 
 

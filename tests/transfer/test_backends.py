@@ -43,7 +43,7 @@ def make(settings, tools, host="127.0.0.1", incarnation=7, memory=None, shared=T
     ],
 )
 async def test_ucx_and_its_faults(tools, no_survivors, faults, kind):
-    endpoint = make(TransferSettings(backend="ucx", faults=faults), tools)
+    endpoint = make(TransferSettings(backend="ucx", self_test_s=0, faults=faults), tools)
     assert isinstance(endpoint, kind) and endpoint.backend == "ucx"
     assert (await endpoint.accept(1)).agent == "kvferry-0000000000000007-0"
     await endpoint.close()
@@ -101,7 +101,7 @@ def test_auto_refuses_a_writer_that_it_can_not_reach():
 @pytest.mark.parametrize(("shared", "backends"), [(True, ("local",)), (False, ("ucx",))])
 async def test_on_one_host_auto_has_what_it_needs_and_no_more(tools, no_survivors, shared, backends):
     endpoint = make(TransferSettings(backend="auto"), tools, shared=shared)
-    assert endpoint.backend == "auto" and endpoint.backends == backends
+    assert endpoint.backend == "auto" and endpoint.inner.backends == backends
     descriptor = await endpoint.accept(9, "here")
     assert descriptor.backend == backends[0] and "same host" in descriptor.why
     await endpoint.close()

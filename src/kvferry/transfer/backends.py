@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from kvferry.protocol.errors import ConfigError
@@ -14,6 +14,7 @@ from kvferry.transfer.faulty import Faults, with_faults
 from kvferry.transfer.local import BACKEND as LOCAL
 from kvferry.transfer.local import LocalEndpoint
 from kvferry.transfer.nics import IbDevice, ucx_devices
+from kvferry.transfer.self_test import SelfTested, SpareRows
 from kvferry.transfer.several import BACKEND as AUTO
 from kvferry.transfer.several import Choice, Choose, Several
 from kvferry.transfer.shared import Area
@@ -40,6 +41,8 @@ class _Settings(Protocol):
     def poll_idle_ms(self) -> float: ...
     @property
     def max_agents(self) -> int: ...
+    @property
+    def self_test_s(self) -> float: ...
     @property
     def faults(self) -> Faults: ...
 
@@ -126,8 +129,10 @@ def chooser(kernel: str, transports: str, refused: str) -> Choose:
     return choose
 
 
+Make = Callable[[_Settings, Site], Endpoint]
+
 #: Name in the configuration -> how its endpoint is made.
-BACKENDS: dict[str, Callable[[_Settings, Site], Endpoint]] = {AUTO: _auto, LOCAL: _local, UCX: _ucx}
+BACKENDS: dict[str, Make] = {AUTO: _auto, LOCAL: _local, UCX: _ucx}
 
 
 def make_endpoint(settings: _Settings, site: Site, *, sleep: Callable[[float], Awaitable[None]]) -> Endpoint:
@@ -139,4 +144,14 @@ def make_endpoint(settings: _Settings, site: Site, *, sleep: Callable[[float], A
     make = BACKENDS.get(settings.backend)
     if make is None:
         raise ConfigError("transfer.backend", settings.backend, ", ".join(BACKENDS))
-    return with_faults(make(settings, site), settings.faults, sleep=sleep, loop=site.loop)
+    endpoint = make(settings, site) if settings.self_test_s <= 0 else _tested(make, settings, site, sleep)
+    return with_faults(endpoint, settings.faults, sleep=sleep, loop=site.loop)
+
+
+def _tested(make: Make, settings: _Settings, site: Site, sleep: Callable[[float], Awaitable[None]]) -> Endpoint:
+    area = SpareRows()
+    tested = SelfTested(area, site.on_notify, sleep, settings.self_test_s, site.host)
+    areas = [*site.areas, area.area] if site.areas else ()
+    regions = (*site.regions, area.region)
+    tested.inner = make(settings, replace(site, regions=regions, areas=areas, on_notify=tested.heard))
+    return tested

@@ -24,6 +24,10 @@ from numpy.typing import NDArray
 _ADDRESSES, _MOST = 2**62, 2**20
 
 
+#: The `part` of the region that is behind the others where data paths are tried; no plan touches it.
+SELF_TEST = "self-test"
+
+
 class RegionKind(Enum):
     """What a region's items are; the values are part of the wire format and never change."""
 
@@ -103,7 +107,7 @@ class Proofs(msgspec.Struct, frozen=True):
 class Descriptor(msgspec.Struct, frozen=True):
     """What one writer needs to write here. `generation` counts the agents of this incarnation, so each has a name that
     no other has or had. `proofs` are those that hold for what is written by it; `why` says, for people, why this way
-    was picked for that writer.
+    was picked for that writer, and `at` where it leads.
     """
 
     backend: Annotated[str, Meta(max_length=64)]
@@ -114,6 +118,7 @@ class Descriptor(msgspec.Struct, frozen=True):
     regions: tuple[Region, ...]
     proofs: Proofs = Proofs(drained=True, exited=False, revoked=False)
     why: Annotated[str, Meta(max_length=1024)] = ""
+    at: Annotated[str, Meta(max_length=512)] = ""
 
 
 class Revoked(msgspec.Struct, frozen=True):

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -85,8 +86,7 @@ def moved(regions: Sequence[Region], windows: Sequence[Window]) -> tuple[Region,
     for r in regions:
         size = r.item_bytes * r.items
         window = next(w for w in windows if w.there <= r.base and r.base + size <= w.there + w.size_bytes)
-        base = window.here + r.base - window.there
-        found.append(Region(r.kind, r.part, r.layer, base, r.item_bytes, r.items, r.first_head, r.heads))
+        found.append(msgspec.structs.replace(r, base=window.here + r.base - window.there))
     return tuple(found)
 
 
