@@ -21,6 +21,8 @@ from pathlib import Path
 from report import arguments, finish, table
 from transfer_parts import REQUEST_BYTES, Contender, Pair, Work, work
 
+from kvferry.transfer.copying import copier
+
 #: Name -> the `Ends` of our own backends and of the limits.
 OURS = {"local": "transfer_ours:Local", "ucx": "transfer_ours:Ucx", "ucx tcp": "transfer_ours:UcxTcp"}
 LIMITS = {
@@ -171,7 +173,7 @@ def main() -> int:
         print(f"{name}: {why}")
     found = figures(runs) | {"idle_cpu_percent": max(idle.values(), default=None), "idle_cpu": idle}
     table("", ("", "figure"), [[key, f"{value:.3f}"] for key, value in found.items() if isinstance(value, float)])
-    finish(options.json, found | {"gb_s": rates, "out": runs.out})
+    finish(options.json, found | {"copier": copier()[0], "gb_s": rates, "out": runs.out})
     return 0
 
 

@@ -1,6 +1,7 @@
 """The `local` backend alone: who may map whose memory, and what becomes of a transfer when one of the two ends."""
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -77,6 +78,7 @@ def mapped_pools():
 
 async def test_the_memory_of_a_target_that_has_gone_is_let_go(make_site, tools):
     source, target = await make_site("local", 0xA, tools.Memory()), await make_site("local", 0xB, tools.Memory())
+    gc.collect()  # what other tests have left behind
     before = mapped_pools()
     for end in (target.endpoint.revoke, None):
         peer = await source.endpoint.connect(await target.endpoint.accept(0xA))
