@@ -55,10 +55,10 @@ class DecodeFollower(Follower):
 
     def _accept(self, peer: Address, message: Accept) -> None:
         if self.is_leader(peer):
-            self.spawn(self._make_agent(message.writer, message.turn))
+            self.spawn(self._make_agent(message.writer, message.host, message.turn))
 
-    async def _make_agent(self, writer: int, turn: int) -> None:
-        made = await accept(self.endpoint, writer, self.info.rank, turn)
+    async def _make_agent(self, writer: int, host: str, turn: int) -> None:
+        made = await accept(self.endpoint, writer, host, self.info.rank, turn)
         agent = encode_descriptor(made.descriptor) if made.descriptor is not None else b""
         self.tell_leader(Accepted(writer, turn, agent, made.error))
 

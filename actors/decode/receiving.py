@@ -12,7 +12,7 @@ from kvferry.actors.decode.checking import Checking
 from kvferry.actors.decode.quarantine import Quarantine
 from kvferry.actors.decode.room import DecodeRoom
 from kvferry.actors.decode.unproven import quarantined
-from kvferry.actors.decode.writers import Accepted, ShutOut, Writers, awaiting, shuts_out
+from kvferry.actors.decode.writers import Accepted, ShutOut, Writers, awaiting, exits, shuts_out
 from kvferry.actors.parts import Parts
 from kvferry.actors.ports import LostReason
 from kvferry.actors.settings import DecodeSettings
@@ -24,6 +24,7 @@ from kvferry.protocol.instance import Arrived, Expect
 from kvferry.protocol.messages import (
     AbortTransfer,
     Admitted,
+    DataPath,
     Destination,
     Drained,
     Draining,
@@ -48,9 +49,7 @@ class Receiving(Checking):
         super().__init__(parts)
         self.settings = settings
         self.writers = Writers(self.endpoint, self.team, self.spawn, self._mailbox.put)
-        self.quarantine = Quarantine(
-            self.rooms, self.writers, self.network, self.ledger, self.endpoint.proofs, settings, self.counts
-        )
+        self.quarantine = Quarantine(self.rooms, self.writers, self.network, self.ledger, settings, self.counts)
         self._moved = 0  # news of rooms that receive: for those that wait for their places it is progress, as a step is
         self._on_message |= {
             Drained: self._drained, UnknownRoom: self._unknown, Progress: self._progress_of_prefill,
@@ -78,6 +77,8 @@ class Receiving(Checking):
     def _accepted(self, item: Accepted) -> None:
         if not self.writers.accepted(item):
             return
+        if self.writers.can_be_shut_out(item.writer) and not self.network.is_up(item.writer):
+            self.writers.shut_out(item.writer)  # the link was lost meanwhile
         for room in awaiting(self.leg_rooms(), item.writer):
             if item.descriptor is not None:
                 self._send_destination(room)
@@ -177,13 +178,13 @@ class Receiving(Checking):
         self.quarantine.lost(peer)
 
     def peer_exited(self, peer: Address) -> None:
-        """The end of the writer is proof only where a transport says so (design §5)."""
+        """The end of the writer is proof only for ways where a transport says so (design §5); the others are closed."""
         for room in self.leg_rooms():
             if peer.incarnation not in room.machine.writers.values():
                 continue
             text, state = f"process {peer.pid} of {peer.name} has ended", room.machine.state.name
             cause = self.cause(room, "peer_lost", text, state, peer.name)
-            if self.endpoint.proofs.exited:
+            if exits(room, peer.incarnation):
                 self.act(room, room.machine.writer_exited(peer.incarnation, cause))
             else:
                 self.act(room, room.machine.handle(ReceiverEvent.PREFILL_LOST, cause))
@@ -200,11 +201,11 @@ class Receiving(Checking):
     def _send_destination(self, room: DecodeRoom) -> None:
         """Once there is an agent for each process that is to write, at each rank that it is to write to."""
         assert room.holding is not None
-        descriptors = self.writers.descriptors(room.pairs)
+        descriptors = self.writers.descriptors(room.pairs, {a.incarnation: a.host for a in room.sources.values()})
         if descriptors is None:
             return
         writers, pages = room.machine.writers, pages_needed(room.prompt_tokens, self.page_size)
-        agent = descriptors[(writers[LEADER], LEADER)]
+        leading = descriptors[(writers[LEADER], LEADER)]
         ways = tuple(
             Way(source, target, encode_descriptor(descriptors[(writers[source], target)]))
             for source, targets in room.routes.items()
@@ -212,12 +213,15 @@ class Receiving(Checking):
             if (source, target) != (LEADER, LEADER)
         )
         destination = Destination(
-            room.room, room.holding.pages[:pages], 0, room.holding.rows[0], encode_descriptor(agent), agent.generation,
-            tuple(writers), ways,
+            room.room, room.holding.pages[:pages], 0, room.holding.rows[0], encode_descriptor(leading),
+            leading.generation, tuple(writers), ways,
         )  # fmt: skip
         room.agents = {pair: descriptor.generation for pair, descriptor in descriptors.items()}
+        room.proofs = {pair: descriptor.proofs for pair, descriptor in descriptors.items()}
         self.ledger.lease(room.holding, writers)
         self.expect(room, True)
+        if leading.why:
+            self.tell_room(room, DataPath(room.room, leading.backend, leading.why))
         if not self.network.send(room.peer.incarnation, destination):
             self.fail(room, ReceiverEvent.PREFILL_LOST, "there is no link to prefill", room.peer.name)
 
@@ -270,7 +274,7 @@ class Receiving(Checking):
             self.membership.tell(overdue)
 
     async def status(self) -> dict[str, Any]:
-        rows = quarantined(self.rooms.values(), self.endpoint.proofs, self.network.is_up, self.clock.now_s())
+        rows = quarantined(self.rooms.values(), self.network.is_up, self.clock.now_s())
         return await super().status() | {"quarantined": rows}
 
     async def end_writer(self, incarnation: int) -> bool:

@@ -169,11 +169,12 @@ class DataPlane:
         self._endpoint.notify(sending.targets[target], encode_notification(news))
 
     def link_lost(self, owner: int) -> None:
-        """Over a transport where decode has to take part it shuts us out now, if it lives; if it stands still, our
-        writes would be under way for as long. Without the agents nothing reads their pages.
+        """Where a rank of decode has to take part it shuts us out now, if it lives; if it stands still, our writes
+        would be under way for as long. Without the agents nothing reads their pages.
         """
-        if self._endpoint.proofs.revoked:
-            self.disconnect(owner)
+        known = self._peers.get(owner, {})
+        for target in [target for target, peer in known.items() if peer.descriptor.proofs.revoked]:
+            self._spawn(self._endpoint.disconnect(known.pop(target)))
 
     def disconnect(self, owner: int) -> None:
         """Every write to that decode's ranks ends, and nothing reads its source any more."""

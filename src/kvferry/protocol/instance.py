@@ -109,10 +109,13 @@ class AbortConfirmed(Message, frozen=True):
 
 
 class Accept(Message, frozen=True):
-    """Leader -> follower: the process of that incarnation will write here. `turn` comes back with the answer."""
+    """Leader -> follower: the process of that incarnation, on that host, will write here. `turn` comes back with the
+    answer.
+    """
 
     writer: int
     turn: int
+    host: str = ""
 
 
 class Accepted(Message, frozen=True):

@@ -42,6 +42,7 @@ from kvferry.protocol.tokens import Stop as Stop
 from kvferry.protocol.tokens import Token as Token
 from kvferry.protocol.tokens import TokenBatch as TokenBatch
 from kvferry.protocol.transferring import AbortTransfer as AbortTransfer
+from kvferry.protocol.transferring import DataPath as DataPath
 from kvferry.protocol.transferring import Destination as Destination
 from kvferry.protocol.transferring import Distrust as Distrust
 from kvferry.protocol.transferring import Drained as Drained
@@ -255,8 +256,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
     OpenPrefill | OpenDecode | Opened | Admitted | Progress | PrefillDone | Received | Committed | Failed
     | Abort | AbortAck | UnknownRoom | Destination | AbortTransfer | Drained | Reconcile | Draining | Distrust
-    | Released
-    | TokenBatch | Stop | Retracted
+    | DataPath | Released | TokenBatch | Stop | Retracted
     | Load | Register | Registered | RegistrationRefused | RegisterDpRank | Watch | OverBudget | Roster
     | Join | Joined | RunStep | Stepped | WriteTo | WriteChunk | Wrote | CancelRoom | RankFailed | ConfirmAbort
     | AbortConfirmed | Accept | Accepted | Revoke | RevokedAt | Expect | Arrived | TakeDigest | Digested

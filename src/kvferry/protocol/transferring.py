@@ -110,3 +110,11 @@ class Distrust(Message, frozen=True):
     """
 
     group: int
+
+
+class DataPath(Message, frozen=True):
+    """Decode -> room: by which backend the KV comes, and why, where there was a choice."""
+
+    room: int
+    backend: str
+    why: str

@@ -24,6 +24,10 @@ from numpy.typing import NDArray
 _ADDRESSES, _MOST = 2**62, 2**20
 
 
+#: The `part` of the region that is behind the others where data paths are tried; no plan touches it.
+SELF_TEST = "self-test"
+
+
 class RegionKind(Enum):
     """What a region's items are; the values are part of the wire format and never change."""
 
@@ -92,9 +96,18 @@ class Region(msgspec.Struct, frozen=True, omit_defaults=True):
     segments: Annotated[tuple[Segment, ...], Meta(max_length=16)] = ()
 
 
+class Proofs(msgspec.Struct, frozen=True):
+    """Which proofs of quiescence hold on a backend's transport (design §5)."""
+
+    drained: bool
+    exited: bool
+    revoked: bool
+
+
 class Descriptor(msgspec.Struct, frozen=True):
     """What one writer needs to write here. `generation` counts the agents of this incarnation, so each has a name that
-    no other has or had.
+    no other has or had. `proofs` are those that hold for what is written by it; `why` says, for people, why this way
+    was picked for that writer, and `at` where it leads.
     """
 
     backend: Annotated[str, Meta(max_length=64)]
@@ -103,14 +116,9 @@ class Descriptor(msgspec.Struct, frozen=True):
     generation: int
     metadata: bytes
     regions: tuple[Region, ...]
-
-
-class Proofs(msgspec.Struct, frozen=True):
-    """Which proofs of quiescence hold on a backend's transport (design §5)."""
-
-    drained: bool
-    exited: bool
-    revoked: bool
+    proofs: Proofs = Proofs(drained=True, exited=False, revoked=False)
+    why: Annotated[str, Meta(max_length=1024)] = ""
+    at: Annotated[str, Meta(max_length=512)] = ""
 
 
 class Revoked(msgspec.Struct, frozen=True):
@@ -173,11 +181,12 @@ class Endpoint(Protocol):
     """One process's end of the data plane. All methods are called from one asyncio loop and never block it.
 
     * `regions` are those given at construction: what `accept` offers, and what `write` reads.
-    * `accept(writer)`: the descriptor for that process (an incarnation), and for no other. It is the same one until
-      `revoke`. Raises TransferError when the backend can't have another receiving agent.
+    * `accept(writer, host)`: the descriptor for that process (an incarnation), and for no other. It is the same one
+      until `revoke`. `host` is that of its `Address` ("" = not known); only who has several backends looks at it.
+      Raises TransferError when the backend can't have another receiving agent.
     * `revoke(writer)` destroys the receiving agent of that process, if there is one. Writes through it end BROKEN at
       the writer. It answers with the proof, or None where there was no agent, or where a writer may reach memory
-      without us (`Proofs.revoked`).
+      without us (`Descriptor.proofs`).
     * `connect` is idempotent per descriptor. Raises TransferError when the backend or the peer refuses.
     * `write` posts in batches of bounded bytes, in order; several writes to one peer end in order. Raises
       TransferError if a span lies outside a region of either side (nothing is posted then).
@@ -191,10 +200,8 @@ class Endpoint(Protocol):
     @property
     def backend(self) -> str: ...
     @property
-    def proofs(self) -> Proofs: ...
-    @property
     def regions(self) -> tuple[Region, ...]: ...
-    async def accept(self, writer: int) -> Descriptor: ...
+    async def accept(self, writer: int, host: str = "") -> Descriptor: ...
     async def revoke(self, writer: int) -> Revoked | None: ...
     async def connect(self, descriptor: Descriptor) -> Peer: ...
     def write(self, peer: Peer, spans: Spans, on_end: Callable[[WriteResult], None]) -> WriteHandle: ...

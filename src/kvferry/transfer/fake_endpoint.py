@@ -104,11 +104,13 @@ class FakeEndpoint:
         """Those that have a receiving agent here."""
         return set(self._writers)
 
-    async def accept(self, writer: int) -> Descriptor:
+    async def accept(self, writer: int, host: str = "") -> Descriptor:
         self._check_open()
         agent = self._writers.get(writer)
         if agent is None:
-            descriptor = Descriptor(BACKEND, self._next_name(), self._incarnation, self._generation, b"", self._regions)
+            descriptor = Descriptor(
+                BACKEND, self._next_name(), self._incarnation, self._generation, b"", self._regions, self.proofs
+            )  # fmt: skip
             agent = self._writers[writer] = FakeAgent(self, writer, descriptor)
             self.fabric.add(agent)
         return agent.descriptor

@@ -21,7 +21,8 @@ from kvferry.transfer.contract import Descriptor, Region, Spans, WriteOutcome, W
 from kvferry.transfer.spans import addresses, split, total_bytes
 from kvferry.transfer.ucx_agent import Agent, describe, nixl_errors
 
-#: Handles under way at a time; each carries a quarter of `batch_bytes`, which keeps single calls short.
+#: Handles under way at a time, each with its share of `batch_bytes`, where the target takes part: while it works on
+#: one, the next is on its way. Where a post copies by itself, more of them would only cost what a handle costs.
 PIECES = 4
 
 #: Turns of an agent after its last handle has ended, before it is deleted.
@@ -61,7 +62,8 @@ class UcxPeer:
         waits: bool,
     ) -> None:
         self._descriptor, self._agent, self._regions = descriptor, agent, regions
-        self._piece_bytes = max(1, batch_bytes // PIECES)
+        self._pieces = 1 if waits else PIECES
+        self._piece_bytes = max(1, batch_bytes // self._pieces)
         self._now_s, self._deliver = now_s, deliver
         self._errors = nixl_errors()
         self._work: deque[UcxWrite | bytes] = deque()
@@ -121,7 +123,7 @@ class UcxPeer:
         if first.pieces is None:
             first.pieces = deque(split(first.spans, self._piece_bytes))
         moved = self._reap(first)
-        if first.pieces and not first.cancelled and len(first.posted) < PIECES:
+        if first.pieces and not first.cancelled and len(first.posted) < self._pieces:
             self._post(first, first.pieces.popleft())
             moved = True
         if not first.posted and (first.cancelled or not first.pieces):
