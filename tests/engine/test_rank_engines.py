@@ -15,7 +15,7 @@ from itertools import count
 import pytest
 import torch
 
-from kvferry.engine.adapter import Adapter, check_split, cut, layout_of
+from kvferry.engine.adapter import Adapter, check_split, cut
 from kvferry.engine.batch import build
 from kvferry.engine.contract import RanksLost, Sequence, StepPlan
 from kvferry.engine.group import Group, Place, join_store, open_store
@@ -252,10 +252,12 @@ def test_without_a_leader_there_is_no_store_to_join():
     ],
 )
 def test_what_cannot_be_cut_is_refused_with_the_reason(tiny, family, changes, tp, pp, message):
-    loaded = tiny(family, **changes)
+    config = tiny(family, **changes).config
     with pytest.raises(ConfigError, match=message):
-        check_split(loaded.config, layout_of(loaded, 4), tp, pp)
-    check_split(loaded.config, layout_of(loaded, 4), 1, 1)
+        check_split(config, tp, pp)
+    with pytest.raises(ConfigError, match=r"^decode\.[tp]p: "):
+        check_split(config, tp, pp, "decode.")
+    check_split(config, 1, 1)
 
 
 def test_shares_are_in_order_and_differ_by_one_at_most():

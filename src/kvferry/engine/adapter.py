@@ -83,6 +83,10 @@ def layer_types(config: Any) -> tuple[str, ...]:
     return (kind,) * int(config.num_hidden_layers)
 
 
+def _kv_heads(config: Any) -> int:
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+
 def layout_of(loaded: Loaded, page_size: int) -> Layout:
     """Of the whole model, whatever a rank has of it."""
     config = loaded.config
@@ -93,7 +97,7 @@ def layout_of(loaded: Loaded, page_size: int) -> Layout:
         dtype=loaded.dtype,
         page_size=page_size,
         layers=len(layer_types(config)),
-        kv_heads=int(getattr(config, "num_key_value_heads", None) or q_heads),
+        kv_heads=_kv_heads(config),
         head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // q_heads),
     )
 
@@ -190,18 +194,21 @@ class Adapter:
 SHARDED = ("llama", "mistral", "qwen2", "qwen3")
 
 
-def check_split(config: Any, layout: Layout, tp: int, pp: int) -> None:
-    """Raises ConfigError for `tp` or `pp` that the model can't be cut into."""
+def check_split(config: Any, tp: int, pp: int, where: str = "") -> None:
+    """Raises ConfigError for `tp` or `pp` that the model can't be cut into; `where` stands before the key."""
     if tp * pp == 1:
         return
     key, value = ("tp", tp) if tp > 1 else ("pp", pp)
     if config.model_type not in SHARDED:
-        raise ConfigError(key, value, f"1 for a model of type {config.model_type}; more for {', '.join(SHARDED)}")
-    q_heads = config.num_attention_heads
-    if q_heads % tp or layout.kv_heads % tp:
-        raise ConfigError("tp", tp, f"what divides the model's {q_heads} query heads and {layout.kv_heads} KV heads")
-    if pp > layout.layers:
-        raise ConfigError("pp", pp, f"at most the model's {layout.layers} layers")
+        raise ConfigError(
+            where + key, value, f"1 for a model of type {config.model_type}; more for {', '.join(SHARDED)}"
+        )
+    q_heads, kv_heads, layers = config.num_attention_heads, _kv_heads(config), len(layer_types(config))
+    if q_heads % tp or kv_heads % tp:
+        allowed = f"what divides the model's {q_heads} query heads and {kv_heads} KV heads"
+        raise ConfigError(f"{where}tp", tp, allowed)
+    if pp > layers:
+        raise ConfigError(f"{where}pp", pp, f"at most the model's {layers} layers")
 
 
 def cut(loaded: Loaded, group: Group) -> Shard:
@@ -211,7 +218,7 @@ def cut(loaded: Loaded, group: Group) -> Shard:
     last one the final norm, and the leader the output embedding. Raises ConfigError (`check_split`).
     """
     place, layout = group.place, layout_of(loaded, page_size=1)
-    check_split(loaded.config, layout, place.tp_size, place.pp_size)
+    check_split(loaded.config, place.tp_size, place.pp_size)
     part = slice_of(layout, place.tp_rank, place.tp_size, place.pp_rank, place.pp_size)
     decoder = loaded.model.get_decoder()
     decoder.layers = torch.nn.ModuleList(decoder.layers[part.first_layer : part.first_layer + part.layers])
