@@ -119,7 +119,7 @@ def test_a_follower_whose_engine_lacks_a_rank_waits_for_its_leaders_end(client_o
             system.kill("decode-0")
             with pytest.raises(PeerError):
                 await asked
-            with pytest.raises(RankLost, match="decode-0.1 has lost its leader"):
+            with pytest.raises(RankLost, match=r"decode-0\.1 has lost its leader"):
                 await follower.task
 
     run(main())
