@@ -107,6 +107,7 @@ BIASED = {"attention_bias": True, "mlp_bias": True, "intermediate_size": 95}
         (3, 1, "Llama", NINE, True),
         (2, 1, "Llama", EIGHT | BIASED, True),
         (4, 1, "Llama", EIGHT | {"tie_word_embeddings": True}, False),
+        (8, 1, "Llama", EIGHT, True),
         (1, 2, "Llama", {"tie_word_embeddings": True}, True),
         (1, 4, "Llama", SIX, False),
         (2, 2, "Llama", EIGHT, True),
@@ -134,7 +135,7 @@ def test_ranks_give_the_logits_and_the_pages_of_the_whole_model(tiny, tp, pp, fa
             slots = [table[at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE for at in range(len(right))]
             torch.testing.assert_close(pages[slots], right[:, heads], atol=5e-4, rtol=0)
     layers, kv_heads = changes.get("num_hidden_layers", 3), changes.get("num_key_value_heads", 2)
-    each = kv_heads // tp
+    each = max(1, kv_heads // tp)
     assert {(region.part, region.layer, region.first_head, region.heads) for _, region in regions} == {
         (part, layer, first, each) for part in "kv" for layer in range(layers) for first in range(0, kv_heads, each)
     }
@@ -243,9 +244,9 @@ def test_without_a_leader_there_is_no_store_to_join():
             NINE,
             2,
             1,
-            "tp: 2 is not acceptable; allowed: what divides the model's 9 query heads and 3 KV",
+            "tp: 2 is not acceptable; allowed: what divides the 9 query heads, and",
         ),
-        ("Llama", EIGHT, 8, 1, "8 query heads and 4 KV heads"),
+        ("Llama", EIGHT | {"num_key_value_heads": 8, "num_attention_heads": 12}, 6, 1, "divides the 8 KV heads or is"),
         ("Llama", {}, 1, 4, "pp: 4 is not acceptable; allowed: at most the model's 3 layers"),
         ("Phi3", {"pad_token_id": 0}, 2, 1, "tp: 2 is not acceptable; allowed: 1 for a model of type phi3"),
         ("Olmo2", {}, 1, 2, "pp: 2 is not acceptable; allowed: 1 for a model of type olmo2"),

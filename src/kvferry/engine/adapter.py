@@ -204,8 +204,10 @@ def check_split(config: Any, tp: int, pp: int, where: str = "") -> None:
             where + key, value, f"1 for a model of type {config.model_type}; more for {', '.join(SHARDED)}"
         )
     q_heads, kv_heads, layers = config.num_attention_heads, _kv_heads(config), len(layer_types(config))
-    if q_heads % tp or kv_heads % tp:
-        allowed = f"what divides the model's {q_heads} query heads and {kv_heads} KV heads"
+    if q_heads % tp or (kv_heads % tp and tp % kv_heads):
+        allowed = (
+            f"what divides its {q_heads} query heads, and divides its {kv_heads} KV heads or is a multiple of them"
+        )
         raise ConfigError(f"{where}tp", tp, allowed)
     if pp > layers:
         raise ConfigError(f"{where}pp", pp, f"at most the model's {layers} layers")
