@@ -61,6 +61,7 @@ class Host:
         """Asked of a leader by a follower's host, which asks again if there is no answer. Raises LookupError where the
         instance must start again first, since that rank was another process before.
         """
+        meeting = await self._point.where()
         if self._point.is_replaced(rank, incarnation):
             log.warning("%s: rank %d has been started again, and so the instance will be", self._name, rank)
             if not self._actor.done():
@@ -69,7 +70,7 @@ class Host:
             assert isinstance(actor, Leader)
             await actor.replaced(rank)
             raise LookupError(f"{self._name} is on its way out")
-        return await self._point.where()
+        return meeting
 
     def pid(self) -> int:
         """Names this process; answers also while the actor is built."""
