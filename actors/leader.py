@@ -17,8 +17,8 @@ from kvferry.actors.load import LoadReports
 from kvferry.actors.outbox import TokenOutbox
 from kvferry.actors.parts import Parts
 from kvferry.actors.ports import LostReason
-from kvferry.actors.ranks.rank import Rank
-from kvferry.actors.ranks.team import RankReplaced, Team
+from kvferry.actors.ranks.rank import Rank, RankReplaced
+from kvferry.actors.ranks.team import Team
 from kvferry.engine.contract import StepPlan, StepResult
 from kvferry.memory.ledger import PageLedger
 from kvferry.protocol.address import Address
@@ -229,10 +229,6 @@ class Leader(Rank, Generic[R]):
         elif self.team.complete and not self.info.members:
             self.info = msgspec.structs.replace(self.info, members=self.team.members())
             self.membership.change(Register(self.info))
-
-    async def replaced(self, rank: int) -> None:
-        """A call, by our host: another process says that it is that rank now."""
-        self._mailbox.put(RankReplaced(rank))
 
     def _rank_lost(self, rank: int, peer: str, text: str) -> None:
         """The instance dies as one: its rooms fail with one cause, and the process ends when our writes have."""

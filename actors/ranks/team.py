@@ -16,13 +16,6 @@ from kvferry.transfer.ranks import Slices
 
 
 @dataclass(frozen=True)
-class RankReplaced:
-    """Item for the leader: that rank has ended, since there is another process in its place."""
-
-    rank: int
-
-
-@dataclass(frozen=True)
 class Mate:
     """A follower that has joined."""
 

@@ -206,7 +206,7 @@ def check_split(config: Any, tp: int, pp: int, where: str = "") -> None:
     q_heads, kv_heads, layers = config.num_attention_heads, _kv_heads(config), len(layer_types(config))
     if q_heads % tp or (kv_heads % tp and tp % kv_heads):
         allowed = (
-            f"what divides its {q_heads} query heads, and divides its {kv_heads} KV heads or is a multiple of them"
+            f"what divides the {q_heads} query heads, and divides the {kv_heads} KV heads or is a multiple of them"
         )
         raise ConfigError(f"{where}tp", tp, allowed)
     if pp > layers:
