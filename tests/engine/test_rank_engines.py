@@ -5,6 +5,7 @@ connects them. Over processes, and with the real model: tests/real/test_layouts.
 """
 
 import asyncio
+import ctypes
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from itertools import count
 import pytest
 import torch
 
-from kvferry.engine.adapter import Adapter, check_split, cut
+from kvferry.engine.adapter import Adapter, check_split, cut, layout_of
 from kvferry.engine.batch import build
 from kvferry.engine.contract import RanksLost, Sequence, StepPlan
 from kvferry.engine.group import Group, Place, join_store, open_store
@@ -23,8 +24,12 @@ from kvferry.engine.patches import apply_cpu_patches
 from kvferry.engine.sharding import share
 from kvferry.engine.torch_engine import TorchEngine
 from kvferry.protocol.errors import ConfigError
-from kvferry.protocol.rank import Slice
+from kvferry.protocol.rank import Slice, slice_of
 from kvferry.protocol.request import Sampling
+from kvferry.transfer.pairing import check_given, pair_common
+from kvferry.transfer.plan import plan_pages
+from kvferry.transfer.ranks import routes
+from kvferry.transfer.spans import addresses
 
 WANT = Sampling(max_tokens=1)
 TABLES = ((9, 2, 17, 5, 11, 14, 18), (0, 3, 8, 1, 6, 19, 16), (4, 7, 10, 12, 13, 15))
@@ -139,6 +144,57 @@ def test_ranks_give_the_logits_and_the_pages_of_the_whole_model(tiny, tp, pp, fa
     assert {(region.part, region.layer, region.first_head, region.heads) for _, region in regions} == {
         (part, layer, first, each) for part in "kv" for layer in range(layers) for first in range(0, kv_heads, each)
     }
+
+
+def forward(adapters, pools, sequence):
+    """The leader's logits of one forward of all ranks."""
+    tensors = build(StepPlan(1, (sequence,)), PAGE_SIZE)
+    with ThreadPoolExecutor(len(adapters)) as pool:
+        return next(iter(pool.map(lambda rank: rank[0].forward(tensors, rank[1]), zip(adapters, pools, strict=True))))
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [((2, 1), (4, 1)), ((4, 1), (2, 1)), ((1, 1), (4, 1)), ((4, 1), (1, 1)), ((2, 1), (8, 1)), ((1, 3), (2, 2))],
+    ids=str,
+)
+def test_case_46_what_some_ranks_have_computed_others_go_on_with(tiny, prefill, decode):
+    """Case 46, and 47 by stages of 2 + 2 + 2 and 3 + 3 layers: the plan moves the prompt's KV, to other page numbers,
+    and the logits of the tokens that follow are those of the whole model.
+    """
+    changes, prompt, table, there = EIGHT | SIX, 21, TABLES[0], TABLES[1]
+    ids = sequences()[0]
+    expected = dense(tiny("Llama", **changes))[0][0]
+
+    def instance(shape):
+        models = iter([tiny("Llama", **changes) for _ in range(shape[0] * shape[1])])
+
+        def rank(group):
+            loaded = next(models)
+            return Adapter(loaded, cut(loaded, group))
+
+        adapters = on_ranks(*shape, rank)
+        layout = layout_of(tiny("Llama", **changes), PAGE_SIZE)
+        slices = [slice_of(layout, at % shape[0], shape[0], at // shape[0], shape[1]) for at in range(len(adapters))]
+        pools = [adapter.pool(pages=PAGES, page_size=PAGE_SIZE, metadata_rows=1) for adapter in adapters]
+        return adapters, pools, {rank: (part,) for rank, part in enumerate(slices)}
+
+    (givers, sources, given), (takers, targets, taken) = instance(prefill), instance(decode)
+    first = forward(givers, sources, Sequence(1, tuple(ids[:prompt]), 0, table, WANT))
+    torch.testing.assert_close(first[0], expected[prompt - 1], atol=5e-4, rtol=0)
+    pages = -(-prompt // PAGE_SIZE)
+    for source, ranks in routes(given, taken).items():
+        ours = sources[source].regions()
+        pairings = {target: pair_common(ours, targets[target].regions()) for target in ranks}
+        check_given(ours, list(pairings.values()))
+        for target, pairing in pairings.items():
+            theirs, spans = targets[target].regions(), plan_pages(pairing, table[:pages], there[:pages])
+            ends = (addresses(spans, theirs, "target"), addresses(spans, ours, "source"), spans["length"])
+            for to, start, length in zip(*(column.tolist() for column in ends), strict=True):
+                ctypes.memmove(to, start, length)
+    for at in range(prompt, len(ids)):
+        logits = forward(takers, targets, Sequence(1, (ids[at],), at, there, WANT))
+        torch.testing.assert_close(logits[0], expected[at], atol=5e-4, rtol=0)
 
 
 def test_a_rank_keeps_only_what_it_computes(tiny):
