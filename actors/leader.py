@@ -271,7 +271,8 @@ class Leader(Rank, Generic[R]):
 
     def tick(self, now_s: float) -> None:
         super().tick(now_s)
-        self.forward.check(now_s)
+        if not self.ending:  # it ends in its own time, also where the forward never does
+            self.forward.check(now_s)
         self._check_clocks(now_s)
         if self.leaving.time_is_over(not self.rooms and self.membership.accepted, now_s):
             self.hand_over()

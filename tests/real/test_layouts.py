@@ -24,15 +24,20 @@ ENTRIES = [entry for entry in REFERENCE["prompts"] if entry["length"] in LENGTHS
 TIE = 1e-3  # the reference's two best logits this close: either token is right
 ALL = bool(os.environ.get("KVFERRY_ALL_LAYOUTS"))
 
-#: (prefill's tp and pp, decode's)
-MIXED = ((3, 1), (1, 2))
-PAIRS = [
+#: tp and pp of prefill, and of decode.
+Pair = tuple[tuple[int, int], tuple[int, int]]
+MIXED: Pair = ((3, 1), (1, 2))
+PAIRS: list[Pair] = [
     ((3, 1), (3, 1)),
     ((3, 1), (1, 1)),
     ((1, 1), (3, 1)),
     ((1, 2), (1, 1)),
     ((1, 1), (1, 2)),
 ]
+
+
+def named(pair: Pair) -> str:
+    return "-to-".join(f"tp{tp}pp{pp}" for tp, pp in pair)
 
 
 def ask(server: Any, entry: dict[str, Any]) -> list[int]:
@@ -64,11 +69,11 @@ def pids(server: Any, name: str) -> dict[int, int]:
     return {rank["rank"]: rank["pid"] for rank in server.instance(name)["ranks"]}
 
 
-def configured(pair: tuple[tuple[int, int], tuple[int, int]]) -> dict[str, Any]:
+def configured(pair: Pair) -> dict[str, Any]:
     return {role: {"tp": tp, "pp": pp} for role, (tp, pp) in zip(("prefill", "decode"), pair, strict=True)}
 
 
-def assert_layout(server: Any, pair: tuple[tuple[int, int], tuple[int, int]]) -> None:
+def assert_layout(server: Any, pair: Pair) -> None:
     for name, (tp, pp) in zip(("prefill-0", "decode-0"), pair, strict=True):
         assert sorted(pids(server, name)) == list(range(tp * pp))
 
@@ -89,8 +94,8 @@ def test_tp_3_to_pp_2_and_the_death_of_a_rank(server_class: type[Any]) -> None:
 
 
 @pytest.mark.skipif(not ALL, reason="KVFERRY_ALL_LAYOUTS is not set")
-@pytest.mark.parametrize("pair", PAIRS, ids=str)
-def test_every_pair_of_layouts(server_class: type[Any], pair: tuple[tuple[int, int], tuple[int, int]]) -> None:
+@pytest.mark.parametrize("pair", PAIRS, ids=named)
+def test_every_pair_of_layouts(server_class: type[Any], pair: Pair) -> None:
     with server_class(configured(pair)) as server, ThreadPoolExecutor(len(ENTRIES)) as pool:
         assert_layout(server, pair)
         assert_right([answer.result() for answer in asked(server, pool)])
