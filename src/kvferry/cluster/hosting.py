@@ -49,7 +49,7 @@ class RayHosting:
             if role not in SLOTLESS and (missing := await asyncio.to_thread(self._place, role, name)) is not None:
                 return missing
             hosts = self._hosts.setdefault(name, [])
-            for process in process_names(name, self._config.ranks(role) if role not in SLOTLESS else 1)[len(hosts) :]:
+            for process in process_names(name, self._config.ranks(role))[len(hosts) :]:
                 hosts.append(self._host_actor(role, name, process))
         except ValueError:
             # Of the controller before us: its actors end with it, a moment later.
