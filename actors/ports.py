@@ -43,6 +43,11 @@ class LostReason(Enum):
     OVERFLOW = "overflow"  # a mailbox or a window was full
     CLOSED = "closed"  # the peer or we closed it
 
+    @property
+    def ended(self) -> bool:
+        """The process is certainly gone, by its kernel's word or because another has its address."""
+        return self in (LostReason.EXITED, LostReason.REPLACED)
+
 
 class LinkHandler(Protocol):
     """An actor's side of its links; called on the actor's loop, never concurrently.

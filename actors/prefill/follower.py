@@ -240,7 +240,7 @@ class PrefillFollower(WritingRank, Follower):
         for room in self._of(peer):
             self._fail(room, SenderEvent.DECODE_LOST, f"the link to {peer.name} ended: {reason.value}", "peer_lost")
         self._data_plane.link_lost(peer.incarnation)
-        if reason is LostReason.REPLACED:  # the process that could ask for broken rooms is gone
+        if reason.ended:  # who could ask for broken rooms; the kernel says so once, maybe before we had any
             self._decode_gone(peer)
 
     def peer_exited(self, peer: Address) -> None:

@@ -92,7 +92,7 @@ class Writing(WritingRank, Leader[PrefillRoom]):
     def link_lost(self, peer: Address, reason: LostReason) -> None:
         super().link_lost(peer, reason)
         self._ranks.link_lost(peer.incarnation)
-        if reason is LostReason.REPLACED:  # the process that could ask for broken rooms is gone
+        if reason.ended:  # who could ask for broken rooms; the kernel says so once, maybe before we had any
             self._decode_gone(peer)
 
     def peer_exited(self, peer: Address) -> None:

@@ -53,7 +53,7 @@ class View:
     @property
     def any_pair(self) -> bool:
         """Every prefill may serve with every decode."""
-        return not self.blocked and not any(prefill.unified for prefill in self.prefills)
+        return not self.blocked and not any(instance.unified for instance in (*self.prefills, *self.decodes))
 
 
 def choose(view: View, ask: Ask, policy: Policy, dp_choice: str, random: Random) -> Pair | None:

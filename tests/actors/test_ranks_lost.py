@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +14,13 @@ from kvferry.actors.settings import DecodeSettings, FaultSettings, LinkSettings,
 from kvferry.memory.ledger import Holding
 from kvferry.memory.proof import Quiescent, Quiet
 from kvferry.protocol.errors import Cause, HandoffFailed, PeerError
-from kvferry.protocol.instance import AbortConfirmed, WriteTo
+from kvferry.protocol.instance import AbortConfirmed, CancelRoom, WriteChunk, WriteTo
 from kvferry.protocol.messages import AbortTransfer, Drained, UnknownRoom
+from kvferry.protocol.sender import SenderState
 from kvferry.sim.checkers import Watcher, check_idle
 from kvferry.sim.loop import run
 from kvferry.sim.system import SimOptions, SimSystem
-from kvferry.transfer.contract import TransferError
+from kvferry.transfer.contract import Descriptor, TransferError, WriteOutcome, WriteResult
 from kvferry.transfer.fake import TCP
 
 PROMPT = tuple(range(300, 400))
@@ -327,6 +329,58 @@ def test_a_follower_does_not_deny_a_room_that_may_be_on_its_way_to_it(client_of:
                 follower._on_message[type(message)](peer, message)
             assert await system.settle(5)
             assert proofs.names == ["drained"] and not follower.rooms and not follower.asking
+
+    run(main())
+
+
+class _Ended:
+    """A data plane that has not heard yet that its target has ended: it connects, and every write breaks."""
+
+    def __init__(self, inner: Any) -> None:
+        inner.connect, inner.write = self.connect, self.write
+        inner.notify, inner.cancel = lambda peer, payload: None, lambda handle: None
+
+    async def connect(self, descriptor: Descriptor) -> Any:
+        return SimpleNamespace(descriptor=descriptor)
+
+    def write(self, peer: Any, work: Any, on_end: Any) -> Any:
+        asyncio.get_running_loop().call_soon(on_end, WriteResult(WriteOutcome.BROKEN, 0, None, "gone"))
+        return SimpleNamespace(result=None)
+
+
+def test_a_follower_that_is_told_to_write_to_a_decode_that_has_ended_lets_go_of_the_room(
+    client_of: Any, wait_until: Any
+) -> None:
+    """The kernel says once that decode has ended; the leader's orders come later. What they have it write breaks, and
+    nobody is left who could ask for it.
+    """
+
+    async def main() -> None:
+        async with SimSystem(options(delay_ms=0)) as system:
+            client = await client_of(system)
+            assert len(await client.ask(PROMPT, max_tokens=1)) == 1
+            (follower,) = [f for f in system.followers() if f.role == "prefill"]
+            held: list[tuple[Any, Any]] = []
+            handlers = dict(follower._on_message)
+            for kind in (WriteTo, WriteChunk, CancelRoom):
+                follower._on_message[kind] = lambda peer, message: held.append((peer, message))
+            asked = asyncio.create_task(client.ask(PROMPT, max_tokens=5))
+            await wait_until(lambda: any(isinstance(message, WriteChunk) and message.last for _, message in held))
+            exits: list[Any] = []
+            heard = follower.peer_exited
+            follower.peer_exited = lambda peer: (exits.append(peer), heard(peer))[1]  # type: ignore[method-assign]
+            system.kill("decode-0")
+            await wait_until(lambda: bool(exits))
+            _Ended(follower.endpoint)
+            follower._on_message.update(handlers)
+            for peer, message in held:
+                if not isinstance(message, CancelRoom):  # it comes, too, but later
+                    follower._on_message[type(message)](peer, message)
+            await wait_until(lambda: [r.machine.state for r in follower.rooms.values()] == [SenderState.BROKEN])
+            await wait_until(lambda: bool(follower.rooms))
+            await asyncio.gather(asked, return_exceptions=True)
+            assert await system.settle(20), system.counts()
+            assert not follower.rooms
 
     run(main())
 

@@ -172,6 +172,18 @@ def test_every_policy_keeps_to_the_pairs_that_it_is_given(policy: Policy) -> Non
     assert choose(View(view.prefills, []), Ask(1, 100), policy, "load", SeededRandom(1)) is None
 
 
+def test_nobody_hands_over_to_a_unified_instance_even_where_it_is_the_only_decode_left() -> None:
+    """A request that failed at the unified instance avoids it, and there is another prefill, but no other decode."""
+    where = Address("unified-1", "sim://unified-1", 300, "h", 7)
+    both = RankInfo("unified-1", "unified", where, LAYOUT)
+    one = PrefillView(both, 0, 0, 1000)
+    same = DecodeView(both, 0, 0, 0, 100, 100, 8, 1)
+    view = View([prefill(1), one], [same])
+    assert pick(view, Ask(1, 100)) == [300, 300]
+    assert pick(view, Ask(1, 100, avoid=(300,))) == [300, 300]
+    assert choose(View([prefill(1)], [same]), Ask(1, 100), POLICIES["predicted"], "load", Bits()) is None
+
+
 def pick(view: View, ask: Ask) -> list[int]:
     pair = choose(view, ask, POLICIES["predicted"], "load", Bits())
     assert pair is not None
