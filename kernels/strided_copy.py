@@ -39,8 +39,9 @@ class Slices:
     def entry_list(self, each: int = 1) -> NDArray[np.int64]:
         """The number of every entry, int64 [entries / each]: in units of `each`, which must divide all runs."""
         at, count = self.at // each, self.count // each
-        ends = np.cumsum(count)
-        return np.arange(ends[-1] if len(ends) else 0) + np.repeat(at - (ends - count), count)
+        begins = np.cumsum(count) - count
+        entries: NDArray[np.int64] = np.arange(count.sum()) + np.repeat(at - begins, count)
+        return entries
 
     def word_bytes(self, packed: torch.Tensor) -> int:
         """The widest word (8, 4, 2 or 1 bytes) that every slice begins, ends and repeats on."""

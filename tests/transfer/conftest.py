@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from kvferry.transfer.contract import Region, RegionKind
+from kvferry.transfer.cost import Costs
 from kvferry.transfer.fake import FakeFabric
 from kvferry.transfer.faulty import FaultyEndpoint
+from kvferry.transfer.staging.endpoint import StagingEndpoint, StagingSizes
 from kvferry.transfer.ucx import UcxEndpoint
 
 LAYERS, PAGES, PAGE_BYTES, ROW_BYTES = 3, 80, 4096, 64
@@ -46,6 +48,7 @@ class Site:
     notes: list = field(default_factory=list)
     on_note: object = None
     endpoint: object = None
+    inner: object = None
 
     def hear(self, agent, payload):
         self.notes.append((agent, payload))
@@ -83,6 +86,10 @@ class Tools:
     Memory, Site, Outcome = Memory, Site, Outcome
     soon = staticmethod(soon)
 
+    @staticmethod
+    async def open_staging(*args, **options):
+        return await open_staging(*args, **options)
+
 
 @pytest.fixture
 def no_survivors():
@@ -101,9 +108,49 @@ def sockets():
     return sorted(link for link in links if link.startswith("socket:"))
 
 
+#: Small enough for several pieces of the little memory above; staging always pays.
+STAGING_SIZES = StagingSizes(piece_bytes=4096, slots=3, ring_bytes=16 * 1024, rings=2)
+
+
+async def open_staging(kind, fabric, incarnation, memory, sizes=STAGING_SIZES, costs=None, **options):
+    """The endpoint within is `site.inner`."""
+    site, loop = Site(memory), asyncio.get_running_loop()
+
+    def open_inner(regions, on_notify):
+        if kind == "fake":
+            site.inner = fabric.endpoint(regions, incarnation, on_notify)
+        else:
+            site.inner = UcxEndpoint(
+                regions=regions,
+                incarnation=incarnation,
+                on_notify=on_notify,
+                loop=loop,
+                now_s=time.monotonic,
+                transports=kind.removeprefix("ucx-"),
+                batch_bytes=256 * 1024,
+                **options,
+            )
+        return site.inner
+
+    site.endpoint = StagingEndpoint(
+        open_inner,
+        regions=memory.regions,
+        incarnation=incarnation,
+        on_notify=site.hear,
+        loop=loop,
+        now_s=time.monotonic,
+        sleep=asyncio.sleep,
+        sizes=sizes,
+        costs=costs or Costs(span_us=1e6),
+    )
+    return site
+
+
 async def open_site(kind, fabric, incarnation, memory, **options):
     site = Site(memory)
     loop = asyncio.get_running_loop()
+    if kind.startswith("staging-"):
+        return await open_staging(kind.removeprefix("staging-"), fabric, incarnation, memory, **options)
     if kind == "fake":
         site.endpoint = fabric.endpoint(memory.regions, incarnation, site.hear)
     elif kind == "faulty":

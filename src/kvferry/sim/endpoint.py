@@ -30,6 +30,7 @@ from kvferry.transfer.contract import (
 )
 from kvferry.transfer.lane import Lane
 from kvferry.transfer.spans import check_spans
+from kvferry.transfer.work import Work, spans_in
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,8 @@ class SimEndpoint(AroundEndpoint):
             raise TransferError(f"{descriptor.agent}: refused by chaos")
         return await super().connect(descriptor)
 
-    def write(self, peer: Peer, spans: Spans, on_end: Callable[[WriteResult], None]) -> WriteHandle:
-        regions, theirs = self.inner.regions, peer.descriptor
+    def write(self, peer: Peer, work: Work, on_end: Callable[[WriteResult], None]) -> WriteHandle:
+        spans, regions, theirs = spans_in(work), self.inner.regions, peer.descriptor
         self._made += 1
         number = self._made
 

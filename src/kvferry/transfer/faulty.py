@@ -21,14 +21,14 @@ from kvferry.transfer.around import AroundEndpoint
 from kvferry.transfer.contract import (
     Endpoint,
     Peer,
-    Spans,
     TransferError,
     WriteHandle,
     WriteOutcome,
     WriteResult,
 )
 from kvferry.transfer.lane import Lane
-from kvferry.transfer.spans import check_spans
+from kvferry.transfer.spans import total_bytes
+from kvferry.transfer.work import Work, check_work, spans_in
 
 _log = logging.getLogger(__name__)
 
@@ -71,9 +71,9 @@ class HeldWrite:
     though it was cancelled.
     """
 
-    def __init__(self, peer: Peer, spans: Spans, on_end: Callable[[WriteResult], None], stalls: bool) -> None:
+    def __init__(self, peer: Peer, work: Work, on_end: Callable[[WriteResult], None], stalls: bool) -> None:
         self.peer = peer
-        self.spans = spans
+        self.work = work
         self.stalls = stalls
         self.cancelled = False
         self.late: asyncio.Task[None] | None = None
@@ -134,10 +134,10 @@ class FaultyEndpoint(AroundEndpoint):
         """Writes that were cancelled and will be passed on all the same."""
         return len(self._late)
 
-    def write(self, peer: Peer, spans: Spans, on_end: Callable[[WriteResult], None]) -> WriteHandle:
+    def write(self, peer: Peer, work: Work, on_end: Callable[[WriteResult], None]) -> WriteHandle:
         self._check_open()
-        check_spans(spans, self.inner.regions, peer.descriptor.regions)
-        held = HeldWrite(peer, spans, on_end, stalls=self._issued == self._stall_after)
+        check_work(work, self.inner.regions, peer.descriptor.regions)
+        held = HeldWrite(peer, work, on_end, stalls=self._issued == self._stall_after)
         self._issued += 1
         self._lane(peer).put(held)
         return held
@@ -206,7 +206,7 @@ class FaultyEndpoint(AroundEndpoint):
 
     def _issue(self, work: HeldWrite) -> None:
         try:
-            work.inner = self.inner.write(work.peer, work.spans, work.end)
+            work.inner = self.inner.write(work.peer, work.work, work.end)
         except TransferError as error:
             self._end(work, WriteOutcome.BROKEN, str(error))
 
@@ -218,7 +218,7 @@ class FaultyEndpoint(AroundEndpoint):
             await self._sleep(self._late_s)
             self._late.discard(held)
             if not held.ending:
-                _log.info("a cancelled write of %d spans is issued late", len(held.spans))
+                _log.info("a cancelled write of %d bytes is issued late", total_bytes(spans_in(held.work)))
                 self._issue(held)
 
         self._late.add(held)
