@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.transfer.blocks import Block, Columns, Runs, spans_of
@@ -24,6 +24,7 @@ def block_of(random, pairs, runs):
     return Block(columns, Runs(numbers(0, 99, runs), numbers(0, 99, runs), numbers(1, 20, runs)))
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**32), st.integers(2, 40), st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), max_size=3))
 def test_pieces_in_their_order_are_the_blocks(seed, units, shapes):
     random, most = np.random.default_rng(seed), 64 * units
@@ -44,6 +45,7 @@ def test_a_slice_that_fits_no_piece_is_refused_with_both_sizes():
         check_fits((block,), 192)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**32), st.integers(2, 9))
 def test_rooms_that_are_taken_never_overlap_and_come_back_in_any_order(seed, units):
     random, size = np.random.default_rng(seed), 64 * units
@@ -77,6 +79,7 @@ def test_a_room_that_is_withdrawn_has_never_been_taken():
     assert (wrapped.offset, ring.taken_bytes) == (0, 256)  # what it skipped at the end counts too
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(-(2**40), 2**40), min_size=1, max_size=9))
 def test_numbers_are_read_as_they_were_packed(numbers):
     assert unpack(pack(np.array(numbers)), len(numbers)).tolist() == numbers

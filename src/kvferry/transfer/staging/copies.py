@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -13,7 +14,7 @@ from kvferry.kernels.strided_copy import Slices, gather_slices, scatter_slices
 from kvferry.transfer.blocks import Ints
 from kvferry.transfer.contract import Region, RegionKind
 
-_PAGE = 4096
+_HUGE = 2 << 20
 
 Gather = Callable[[Slices, torch.Tensor], None]
 ScatterCopy = Callable[[torch.Tensor, Slices], None]
@@ -59,10 +60,15 @@ Side = tuple[NDArray[np.int32] | Ints, Ints, Ints, Ints, Ints, Ints]
 
 def host_memory(regions: Sequence[Region], staging_bytes: int) -> Memory:
     """For regions in this process's memory, which must stay mapped."""
-    buffer = torch.zeros(staging_bytes + _PAGE, dtype=torch.uint8)  # zeros: its pages are there before the first copy
-    buffer.fill_(0)
-    first = -buffer.data_ptr() % _PAGE
-    return Memory(regions, buffer[first : first + staging_bytes], host_area, gather_slices, scatter_slices)
+    staging = torch.empty(0, dtype=torch.uint8)
+    if staging_bytes:
+        # Huge pages where the kernel has them: it copies between processes page by page.
+        area = mmap.mmap(-1, -(-staging_bytes // _HUGE) * _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            area.madvise(mmap.MADV_HUGEPAGE)
+        staging = torch.frombuffer(area, dtype=torch.uint8)[:staging_bytes]
+        staging.fill_(0)  # now, so that no copy waits for the kernel to find its pages
+    return Memory(regions, staging, host_area, gather_slices, scatter_slices)
 
 
 def host_area(region: Region) -> torch.Tensor:

@@ -134,9 +134,11 @@ def scatter(piece: Piece, generation: int, session: int, number: int, offset: in
 
 def pack(numbers: np.ndarray[tuple[int], np.dtype[np.int64]] | np.ndarray[tuple[int], np.dtype[np.int32]]) -> Numbers:
     """Most columns are one number all the way, or count upwards."""
-    steps = np.diff(numbers)
-    if not len(steps) or (steps == steps[0]).all():
-        return int(numbers[0]) if len(numbers) else 0, int(steps[0]) if len(steps) else 0
+    if len(numbers) < 2:
+        return int(numbers[0]) if len(numbers) else 0, 0
+    first, step = int(numbers[0]), int(numbers[1]) - int(numbers[0])
+    if ((numbers[1:] - numbers[:-1]) == step).all():
+        return first, step
     small = int(numbers.min()) >= 0 and int(numbers.max()) < 2**31
     return numbers.astype("<i4" if small else "<i8").tobytes()
 
