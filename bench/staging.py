@@ -173,7 +173,7 @@ async def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=9, help="of everything (%(default)s)")
     parser.add_argument("--transports", default="host", help="host or tcp (%(default)s)")
-    parser.add_argument("--piece-mib", type=float, default=2.0, help="of one staged write (%(default)s)")
+    parser.add_argument("--piece-mib", type=float, default=4.0, help="of one staged write (%(default)s)")
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()

@@ -40,6 +40,32 @@ class Memory:
         return self.arrays[index].reshape(-1, self.regions[index].item_bytes)
 
 
+class Heads:
+    """K and V of two layers for some of 8 heads, [pages, tokens, heads, bytes]."""
+
+    PAGES, TOKENS, HEAD_BYTES = 40, 4, 32
+
+    def __init__(self, first=0, heads=8, seed=None):
+        shape = (self.PAGES, self.TOKENS, heads, self.HEAD_BYTES)
+        random = np.random.default_rng(seed)
+        made = [random.integers(1, 256, shape, dtype=np.uint8) for _ in range(4)]
+        self.arrays = [array if seed is not None else np.zeros_like(array) for array in made]
+        self.heads = slice(first, first + heads)
+        item = self.TOKENS * heads * self.HEAD_BYTES
+        self.regions = tuple(
+            Region(
+                RegionKind.PAGES, "kv"[i % 2], i // 2, array.ctypes.data, item, self.PAGES, first, heads, self.TOKENS
+            )
+            for i, array in enumerate(self.arrays)
+        )
+
+    def from_heads(self, index, other, pages, of):
+        """Where `pages[i]` has what `other` has in its page `of[i]`, as far as both have the heads; the rest is 0."""
+        whole = np.zeros((self.PAGES, self.TOKENS, 8, self.HEAD_BYTES), np.uint8)
+        whole[pages, :, other.heads] = other.arrays[index][of]
+        return whole[:, :, self.heads]
+
+
 @dataclass
 class Site:
     """One endpoint with its memory and what it has been told."""
@@ -83,7 +109,7 @@ def tools():
 
 
 class Tools:
-    Memory, Site, Outcome = Memory, Site, Outcome
+    Memory, Heads, Site, Outcome = Memory, Heads, Site, Outcome
     soon = staticmethod(soon)
 
     @staticmethod

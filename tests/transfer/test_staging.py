@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from kvferry.transfer.contract import Region, RegionKind, TransferError, WriteOutcome
+from kvferry.transfer.contract import TransferError, WriteOutcome
 from kvferry.transfer.cost import Costs
 from kvferry.transfer.fake import HOST, TCP, FakeFabric
 from kvferry.transfer.page_plan import page_blocks
@@ -18,32 +18,8 @@ from kvferry.transfer.spans import make_spans
 from kvferry.transfer.staging.endpoint import StagingSizes
 from kvferry.transfer.staging.wire import Scatter, encode
 
-LAYERS, PAGES, TOKENS, HEADS, HEAD_BYTES = 2, 40, 4, 8, 32
+LAYERS, PAGES, TOKENS, HEAD_BYTES = 2, 40, 4, 32  # of `tools.Heads`
 SOURCE, TARGET = 0x51, 0x52
-
-
-class Heads:
-    """K and V of two layers for some of 8 heads, [pages, tokens, heads, bytes], and rows of metadata."""
-
-    def __init__(self, first=0, heads=HEADS, seed=None):
-        shape = (PAGES, TOKENS, heads, HEAD_BYTES)
-        random = np.random.default_rng(seed)
-        made = [random.integers(1, 256, shape, dtype=np.uint8) for _ in range(2 * LAYERS)]
-        self.arrays = [array if seed is not None else np.zeros_like(array) for array in made]
-        self.heads = slice(first, first + heads)
-        item = TOKENS * heads * HEAD_BYTES
-        self.regions = tuple(
-            Region(RegionKind.PAGES, "kv"[i % 2], i // 2, array.ctypes.data, item, PAGES, first, heads, TOKENS)
-            for i, array in enumerate(self.arrays)
-        )
-
-    def from_heads(self, index, other, pages, of):
-        """Where `pages[i]` has what `other` has in its page `of[i]`, as far as both have the heads; the rest is 0."""
-        whole = np.zeros((PAGES, TOKENS, HEADS, HEAD_BYTES), np.uint8)
-        whole[pages, :, other.heads] = other.arrays[index][of]
-        return whole[:, :, self.heads]
-
-
 LAYOUTS = {"4 to 1": ((2, 2), (0, 8)), "1 to 4": ((0, 8), (6, 2))}
 
 
@@ -74,11 +50,11 @@ async def connected(source, target):
 
 
 @pytest.fixture(params=["staging-fake", "staging-ucx-host", "staging-ucx-tcp"])
-async def any_pair(request, make_site):
+async def any_pair(request, make_site, tools):
     async def make(layout, **options):
         here, there = LAYOUTS[layout]
-        source = await make_site(request.param, SOURCE, Heads(*here, seed=1), **options)
-        return await connected(source, await make_site(request.param, TARGET, Heads(*there), **options))
+        source = await make_site(request.param, SOURCE, tools.Heads(*here, seed=1), **options)
+        return await connected(source, await make_site(request.param, TARGET, tools.Heads(*there), **options))
 
     return make
 
@@ -92,7 +68,7 @@ async def pair_on(tools, no_survivors):
         loop = asyncio.get_running_loop()
         fabric = FakeFabric(loop=loop, sleep=asyncio.sleep, now_s=time.monotonic, proofs=proofs, late_s=0.02)
         here, there = LAYOUTS[layout]
-        for incarnation, memory in ((SOURCE, Heads(*here, seed=1)), (TARGET, Heads(*there))):
+        for incarnation, memory in ((SOURCE, tools.Heads(*here, seed=1)), (TARGET, tools.Heads(*there))):
             sites.append(await tools.open_staging("fake", fabric, incarnation, memory, **options))
         found = await connected(*sites[-2:])
         found.fabric = fabric
@@ -223,7 +199,7 @@ async def test_a_slice_that_fits_no_piece_fails_with_the_sizes(any_pair, tools):
     outcome = tools.Outcome()
     pair.write(*shuffled(), outcome)  # 64 bytes an entry: just
     assert (await outcome).outcome is WriteOutcome.FLUSHED
-    wide = Heads(0, 4, seed=1)
+    wide = tools.Heads(0, 4, seed=1)
     pair.source.endpoint._regions = wide.regions
     pairing = pair_common(wide.regions, pair.target.memory.regions)
     with pytest.raises(TransferError, match="has 128 bytes; a staged piece has at most 64"):
@@ -394,7 +370,7 @@ async def test_an_announcement_of_what_lies_outside_moves_nothing_and_breaks_its
 
 
 async def test_a_process_that_stages_and_one_that_does_not_refuse_each_other(make_site, tools):
-    staging = await make_site("staging-fake", SOURCE, Heads(seed=1))
+    staging = await make_site("staging-fake", SOURCE, tools.Heads(seed=1))
     plain = await make_site("fake", TARGET, tools.Memory())
     with pytest.raises(TransferError, match=r"backend is 'fake\+staging' there, 'fake' here"):
         await plain.endpoint.connect(await staging.endpoint.accept(TARGET))

@@ -52,9 +52,9 @@ _DEFAULT_COSTS = Costs()
 class StagingSizes:
     """`slots` of `piece_bytes` to gather into, `rings` of `ring_bytes` to lend, one to each writer."""
 
-    piece_bytes: int = 2 << 20
-    slots: int = 4
-    ring_bytes: int = 8 << 20
+    piece_bytes: int = 4 << 20
+    slots: int = 3
+    ring_bytes: int = 16 << 20
     rings: int = 8
 
     @property
