@@ -12,6 +12,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 from msgspec import Meta
+from msgspec.structs import replace
 
 from kvferry.transfer.blocks import Ints
 from kvferry.transfer.contract import Descriptor, Region, TransferError
@@ -104,9 +105,7 @@ def decode(payload: bytes) -> Message:
 def wrap(inner: Descriptor, backend: str, regions: int, offset: int, size_bytes: int) -> Descriptor:
     """The descriptor to hand out: of the first `regions` regions, and with a ring."""
     lent = Lent(inner.metadata, inner.regions[regions:], offset, size_bytes)
-    return Descriptor(
-        backend, inner.agent, inner.incarnation, inner.generation, _encoder.encode(lent), inner.regions[:regions]
-    )
+    return replace(inner, backend=backend, metadata=_encoder.encode(lent), regions=inner.regions[:regions])
 
 
 def unwrap(outer: Descriptor, backend: str) -> tuple[Descriptor, Lent]:
@@ -119,8 +118,7 @@ def unwrap(outer: Descriptor, backend: str) -> tuple[Descriptor, Lent]:
     if lent.size_bytes and lent.offset + lent.size_bytes > held:
         raise TransferError(f"{outer.agent}: a ring of {lent.size_bytes} bytes at {lent.offset} of {held}")
     regions = outer.regions + lent.extra
-    inner = Descriptor(backend, outer.agent, outer.incarnation, outer.generation, lent.metadata, regions)
-    return inner, lent
+    return replace(outer, backend=backend, metadata=lent.metadata, regions=regions), lent
 
 
 def scatter(piece: Piece, generation: int, session: int, number: int, offset: int) -> Scatter:
