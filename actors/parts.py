@@ -9,12 +9,14 @@ from kvferry.actors.settings import ClockSettings
 from kvferry.engine.contract import Combine, Engine, TextFactory
 from kvferry.protocol.rank import RankInfo
 from kvferry.transfer.contract import Endpoint
+from kvferry.transfer.digest import Digests
 
 
 @dataclass(frozen=True)
 class Parts:
     """`mailbox` is its limit in messages; `max_rooms` in rooms of any phase. `combine` makes a leader's result of a
-    forward where its ranks' engines don't exchange their parts among themselves.
+    forward where its ranks' engines don't exchange their parts among themselves. Without `digests` nothing that is
+    transferred is checked.
     """
 
     network: Network
@@ -28,3 +30,4 @@ class Parts:
     limits: ClockSettings
     max_rooms: int
     combine: Combine | None = None
+    digests: Digests | None = None

@@ -52,28 +52,48 @@ class FaultSettings(Settings, frozen=True):
     """Faults injected around the real backend, for fault runs only.
 
     Each write is held for `delay_ms` before it is posted; after `stall_after` writes (-1: never) one stalls for ever.
-    A write that is aborted while it is held is posted all the same, `late_after_abort_ms` later (0: it is not).
+    A write that is aborted while it is held is posted all the same, `late_after_abort_ms` later (0: it is not). After
+    `flip_after` writes (-1: never) one has a byte changed at its target once it lies there.
     """
 
     delay_ms: float = 0.0
     stall_after: int = -1
     late_after_abort_ms: float = 0.0
+    flip_after: int = -1
 
 
 class TransferSettings(Settings, frozen=True):
     """`policy` of a handoff: "early" (decode allocates, then prefill computes) or "prefill_complete" (prefill computes,
-    then decode allocates). `backend`: "ucx". `transports` is handed to UCX as UCX_TLS ("host" = shared memory and CMA,
-    "tcp"). A process has at most `max_agents` agents of the data plane, one for each peer.
+    then decode allocates). `backend`: "local" (one host, pools that both processes map), "ucx", or "auto", which picks
+    for each pair of processes. `transports` is handed to UCX as UCX_TLS ("host" = shared memory and CMA, "tcp"), and
+    says with "host" that all processes are on one host. `ib_device`: the network devices to take
+    (kvferry.transfer.nics); None = the one that has our address. A process has at most `max_agents` agents of the data
+    plane, one for each peer. With `checksum` decode commits only what has been compared, where it lies, with digests
+    that prefill took of its source. Before a pair of agents is used first, a few bytes must get across within
+    `self_test_s` seconds (0: not tried).
     """
 
     policy: str = EARLY
-    backend: str = "ucx"
+    backend: str = "auto"
     transports: str = "host"
+    ib_device: str | list[str] | dict[str, str | list[str]] | None = None
     batch_bytes: int = 8 * 1024 * 1024
     poll_busy_ms: float = 1.0
     poll_idle_ms: float = 20.0
     max_agents: int = 256
+    checksum: bool = True
+    self_test_s: float = 10.0
     faults: FaultSettings = FaultSettings()
+
+    @property
+    def one_host(self) -> bool:
+        """KV can't go from host to host."""
+        return self.backend == "local" or (self.backend in ("auto", "ucx") and self.transports == "host")
+
+    @property
+    def shares_memory(self) -> bool:
+        """Pools lie in memory that other processes of the host may map."""
+        return self.backend in ("auto", "local")
 
 
 class PrefillSettings(Settings, frozen=True):

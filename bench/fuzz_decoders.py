@@ -24,6 +24,7 @@ from kvferry.protocol.instance import (
     Arrived,
     CancelRoom,
     ConfirmAbort,
+    Digested,
     Expect,
     Join,
     Joined,
@@ -32,6 +33,7 @@ from kvferry.protocol.instance import (
     RevokedAt,
     RunStep,
     Stepped,
+    TakeDigest,
     WriteChunk,
     WriteTo,
     Wrote,
@@ -44,6 +46,7 @@ from kvferry.protocol.messages import (
     BadFrame,
     Committed,
     Destination,
+    Distrust,
     Drained,
     Draining,
     Failed,
@@ -114,6 +117,7 @@ MESSAGES: tuple[Message, ...] = (
     WriteTo(ROOM, HERE, (7, 0, 3), (0, 1), (b"\x00\xff", b"")), Wrote(ROOM, 1, False, 1 << 40, "gone"),
     CancelRoom(ROOM, CAUSE), RankFailed(ROOM, CAUSE), ConfirmAbort(ROOM, CAUSE), AbortConfirmed(ROOM), Accept(7, 1),
     Accepted(7, 1, b"\x00\xff", "no"), Revoke(7), RevokedAt(7, -1), Expect(-1), Arrived(ROOM, 1, 1 << 63),
+    TakeDigest(ROOM, 1, 1 << 63, 4, (3, 1, 2)), Digested(ROOM, 1, 4, (1 << 64) - 1), Distrust(7),
 )  # fmt: skip
 PAYLOADS = tuple(map(encode, MESSAGES))
 FRAMES: tuple[Frame, ...] = (

@@ -83,7 +83,8 @@ def test_the_diagrams_have_each_pair_of_states_that_an_event_leads_over() -> Non
 def test_the_protocol_page_has_every_state_and_event() -> None:
     """A hand-made sample of cells, each against the words of the page."""
     text = (DOCS / "protocol.md").read_text()
-    assert "| RECEIVING | ALL_RECEIVED | RUNNING | commit |" in text
+    assert "| RECEIVING | ALL_RECEIVED | CHECKING | check |" in text
+    assert "| CHECKING | CHECKED | RUNNING | commit |" in text
     assert "| TRANSFERRING | PREFILL_LOST | SETTLING | settle |" in text
     assert "| FLUSHING | FLUSHED | DONE | deliver |" in text
     assert "| **SUCCESS** | FAILED | TRANSFERRING | TRANSFERRING | TRANSFERRING | SUCCESS |" in text

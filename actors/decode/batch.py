@@ -48,7 +48,7 @@ class Batch:
                 waiting += 1
             else:
                 free_pages, free_places = free_pages - pages, free_places - 1
-        total = self._ledger.total
+        total = self._ledger.total - self._ledger.retired
         return Load(
             role, waiting=waiting, running=self.places, free_pages=free_pages, total_pages=total,
             free_places=free_places, place_s=place_s,
@@ -60,7 +60,7 @@ class Batch:
         return {
             "rooms": len(self._rooms),
             "waiting": len(self.waiting),
-            "receiving": states[ReceiverState.RECEIVING],
+            "receiving": states[ReceiverState.RECEIVING] + states[ReceiverState.CHECKING],
             "running": len(self.running),
             "releasing": states[ReceiverState.RELEASING],
         }
@@ -69,6 +69,12 @@ class Batch:
         """It brings its prompt, what earlier attempts have made, and the token that prefill will draw."""
         tokens = room.prompt_tokens + 1
         room.claim = self._admission.arrive(room.room, room.spec.request, tokens, room.total_tokens, now_s)
+
+    def misfit(self) -> DecodeRoom | None:
+        """A room that waits, and that pages which have been retired leave no room for."""
+        left = self._ledger.total - self._ledger.retired
+        claims = self._admission.waiting if self._ledger.retired else ()
+        return next((self._rooms[claim.key] for claim in claims if claim.need > left), None)
 
     def admit(self) -> DecodeRoom | None:
         """The next room that may come in, with its holding; None when the oldest candidate has to wait."""

@@ -16,7 +16,7 @@ from kvferry.actors.parts import Parts
 from kvferry.actors.settings import DecodeSettings
 from kvferry.engine.contract import Drawn, Sequence, StepPlan, StepResult
 from kvferry.engine.history import Past
-from kvferry.memory.admission import refusal
+from kvferry.memory.admission import pages_needed, refusal
 from kvferry.memory.proof import Quiescent, Stepped
 from kvferry.protocol import receiver
 from kvferry.protocol.address import Address
@@ -108,6 +108,11 @@ class Decode(Receiving):
     # --- admission, commit ---
 
     def admit(self) -> None:
+        while (misfit := self.batch.misfit()) is not None:
+            counts = self.ledger.counts()
+            needed = pages_needed(misfit.total_tokens, self.page_size)
+            text = f"the request may need {needed} pages; {counts.retired} of the pool's {counts.total} are retired"
+            self.fail(misfit, ReceiverEvent.FAIL, text, "", "handoff_failed")
         while (room := self.batch.admit()) is not None:
             room.admitted_s = self.clock.now_s()
             self.act(room, room.machine.handle(ReceiverEvent.ADMIT))
@@ -179,6 +184,8 @@ class Decode(Receiving):
                     self.hand_out(room)
                 case receiver.NoteReceived(rank):
                     self.tell_room(room, Received(room.room, rank))
+                case receiver.Check():
+                    self.settle_checks(room)
                 case receiver.Commit():
                     self._commit(room)
                 case receiver.AbortWriter():

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from kvferry.actors.decode.arrival import Notified
+from kvferry.actors.decode.checks import OwnDigests
 from kvferry.actors.decode.writers import accept
 from kvferry.actors.parts import Parts
 from kvferry.actors.ranks.follower import Follower
 from kvferry.protocol.address import Address
-from kvferry.protocol.instance import Accept, Accepted, Arrived, Expect, Revoke, RevokedAt
-from kvferry.protocol.metadata import decode_notification
-from kvferry.transfer.contract import encode_descriptor
+from kvferry.protocol.instance import Accept, Accepted, Arrived, Digested, Expect, Revoke, RevokedAt, TakeDigest
+from kvferry.protocol.metadata import Introduction, decode_notification
+from kvferry.transfer.contract import TransferError, encode_descriptor
 
 
 class DecodeFollower(Follower):
@@ -21,7 +22,10 @@ class DecodeFollower(Follower):
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
-        self._on_message |= {Accept: self._accept, Revoke: self._revoke, Expect: self._expect}
+        self._own = OwnDigests(self.engine, self.digests) if self.digests is not None else None
+        self._on_message |= {
+            Accept: self._accept, Revoke: self._revoke, Expect: self._expect, TakeDigest: self._take_digest,
+        }  # fmt: skip
 
     def notified(self, agent: str, payload: bytes) -> None:
         """The endpoint's `on_notify`."""
@@ -35,29 +39,51 @@ class DecodeFollower(Follower):
 
     def _notified(self, item: Notified) -> None:
         news = decode_notification(item.payload)
+        try:
+            if isinstance(news, Introduction):
+                if self._own is not None:
+                    self._own.introduced(news)
+                return
+        except TransferError:
+            news = None
         if news is None:
             self.counts["notifications that do not decode"] += 1
         else:
-            self.tell_leader(Arrived(news.room, news.rank, news.incarnation))
+            self.tell_leader(Arrived(news.room, news.rank, news.incarnation, news.placed, news.last))
 
     # --- the leader's orders; the endpoint carries them out in the order in which they come ---
 
     def _accept(self, peer: Address, message: Accept) -> None:
         if self.is_leader(peer):
-            self.spawn(self._make_agent(message.writer, message.turn))
+            self.spawn(self._make_agent(message.writer, message.host, message.turn))
 
-    async def _make_agent(self, writer: int, turn: int) -> None:
-        made = await accept(self.endpoint, writer, self.info.rank, turn)
+    async def _make_agent(self, writer: int, host: str, turn: int) -> None:
+        made = await accept(self.endpoint, writer, host, self.info.rank, turn)
         agent = encode_descriptor(made.descriptor) if made.descriptor is not None else b""
         self.tell_leader(Accepted(writer, turn, agent, made.error))
 
     def _revoke(self, peer: Address, message: Revoke) -> None:
         if self.is_leader(peer):
+            if self._own is not None:
+                self._own.forget(message.writer)
             self.spawn(self._destroy_agent(message.writer))
 
     async def _destroy_agent(self, writer: int) -> None:
         proof = await self.endpoint.revoke(writer)
         self.tell_leader(RevokedAt(writer, proof.generation if proof is not None else -1))
+
+    def _take_digest(self, peer: Address, message: TakeDigest) -> None:
+        if self.is_leader(peer):
+            self.spawn(self._digest(message))
+
+    async def _digest(self, order: TakeDigest) -> None:
+        try:
+            if self._own is None:
+                raise TransferError(f"rank {self.info.rank} takes no checksums")
+            digest = await self._own.take(order.incarnation, order.pages)
+            self.tell_leader(Digested(order.room, order.source, order.first, digest))
+        except TransferError as error:
+            self.tell_leader(Digested(order.room, order.source, order.first, error=str(error)))
 
     def _expect(self, peer: Address, message: Expect) -> None:
         if self.is_leader(peer):

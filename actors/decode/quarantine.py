@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvferry.actors.decode.room import DecodeRoom
 from kvferry.actors.decode.writers import Writers
@@ -20,7 +21,6 @@ from kvferry.memory.ledger import PageLedger
 from kvferry.protocol.address import Address
 from kvferry.protocol.messages import OverBudget, Reconcile, Released
 from kvferry.protocol.receiver import ReceiverState
-from kvferry.transfer.contract import Proofs
 
 logger = logging.getLogger("kvferry.decode")
 
@@ -34,12 +34,11 @@ class Quarantine:
         writers: Writers,
         network: Network,
         ledger: PageLedger,
-        proofs: Proofs,
         settings: DecodeSettings,
         counts: Counter[str],
     ) -> None:
         self._rooms, self._writers, self._network, self._ledger = rooms, writers, network, ledger
-        self._proofs, self._settings, self._counts = proofs, settings, counts
+        self._settings, self._counts = settings, counts
 
     def begin(self, room: DecodeRoom, now_s: float) -> None:
         assert room.holding is not None
@@ -53,14 +52,14 @@ class Quarantine:
 
     def lost(self, peer: Address) -> None:
         """All that it and its fellow ranks were writing has failed."""
-        if self._proofs.revoked:
-            fellows = {writer for room in self._given_up() if room.peer == peer for writer in room.machine.not_quiet}
-            for writer in {peer.incarnation} | fellows:
+        fellows = {writer for room in self._given_up() if room.peer == peer for writer in room.machine.not_quiet}
+        for writer in {peer.incarnation} | fellows:
+            if self._writers.can_be_shut_out(writer):
                 self._writers.shut_out(writer)
 
     def broken(self, room: DecodeRoom, writer: int) -> None:
         """A write of the room ended without its writer's knowing what landed: no word of its own will come."""
-        if self._proofs.revoked and writer in room.machine.not_quiet:
+        if writer in room.machine.not_quiet and can_be_revoked(room, writer):
             self._writers.shut_out_of(room, writer)
 
     def seek(self, now_s: float) -> None:
@@ -68,14 +67,13 @@ class Quarantine:
         for room in self._given_up():
             for rank in room.machine.unproven:
                 self._network.dial(room.sources[rank])
-            if self._proofs.revoked and now_s - room.quarantined_s >= self._settings.revoke_after_s:
+            if now_s - room.quarantined_s >= self._settings.revoke_after_s:
                 for writer in room.machine.not_quiet:
-                    self._writers.shut_out_of(room, writer)
+                    if can_be_revoked(room, writer):
+                        self._writers.shut_out_of(room, writer)
 
     def over_budget(self, now_s: float) -> list[OverBudget]:
         """The processes to end, where we can't shut a writer out, and its end is proof."""
-        if self._proofs.revoked or not self._proofs.exited:
-            return []
         settings = self._settings
         return over_budget(
             self._given_up(), self._ledger.total, settings.quarantine_budget, settings.quarantine_s, now_s
@@ -104,6 +102,16 @@ class Quarantine:
         return [room for room in self._rooms.values() if room.machine.state is ReceiverState.RELEASING]
 
 
+def can_be_revoked(room: DecodeRoom, writer: int) -> bool:
+    """There is a way of that writer's that proves something by being destroyed, and is not closed yet."""
+    return any(proofs.revoked and pair not in room.closed for pair, proofs in room.proofs.items() if pair[0] == writer)
+
+
+def must_exit(room: DecodeRoom, writer: int) -> bool:
+    """There is a way of that writer's that we can't close, and its end is proof for it."""
+    return any(p.exited and not p.revoked for pair, p in room.proofs.items() if pair[0] == writer)
+
+
 @dataclass
 class _Waiting:
     instance: str
@@ -120,7 +128,7 @@ def over_budget(
     waiting: dict[int, _Waiting] = {}
     for room in rooms:
         if room.holding is not None and room.holding.quarantined:
-            for writer in room.machine.not_quiet:
+            for writer in filter(partial(must_exit, room), room.machine.not_quiet):
                 record = waiting.setdefault(writer, _Waiting(room.peer.name))
                 record.pages |= set(room.holding.pages)
                 record.since_s = min(record.since_s, room.quarantined_s)

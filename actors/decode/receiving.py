@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvferry.actors.decode.arrival import Notified, problem_of
+from kvferry.actors.decode.arrival import Notified
+from kvferry.actors.decode.checking import Checking
 from kvferry.actors.decode.quarantine import Quarantine
 from kvferry.actors.decode.room import DecodeRoom
 from kvferry.actors.decode.unproven import quarantined
-from kvferry.actors.decode.writers import Accepted, ShutOut, Writers, awaiting, shuts_out
-from kvferry.actors.leader import Leader
+from kvferry.actors.decode.writers import Accepted, ShutOut, Writers, awaiting, exits, shuts_out
 from kvferry.actors.parts import Parts
 from kvferry.actors.ports import LostReason
 from kvferry.actors.settings import DecodeSettings
@@ -24,6 +24,7 @@ from kvferry.protocol.instance import Arrived, Expect
 from kvferry.protocol.messages import (
     AbortTransfer,
     Admitted,
+    DataPath,
     Destination,
     Drained,
     Draining,
@@ -31,13 +32,13 @@ from kvferry.protocol.messages import (
     UnknownRoom,
     Way,
 )
-from kvferry.protocol.metadata import decode_notification
+from kvferry.protocol.metadata import Introduction, decode_notification
 from kvferry.protocol.rank import LEADER
 from kvferry.protocol.receiver import ReceiverEvent, ReceiverState
 from kvferry.transfer.contract import Revoked, decode_descriptor, encode_descriptor
 
 
-class Receiving(Leader[DecodeRoom]):
+class Receiving(Checking):
     """Base of `Decode`. `act` carries out the machine's commands."""
 
     role = "decode"
@@ -48,9 +49,7 @@ class Receiving(Leader[DecodeRoom]):
         super().__init__(parts)
         self.settings = settings
         self.writers = Writers(self.endpoint, self.team, self.spawn, self._mailbox.put)
-        self.quarantine = Quarantine(
-            self.rooms, self.writers, self.network, self.ledger, self.endpoint.proofs, settings, self.counts
-        )
+        self.quarantine = Quarantine(self.rooms, self.writers, self.network, self.ledger, settings, self.counts)
         self._moved = 0  # news of rooms that receive: for those that wait for their places it is progress, as a step is
         self._on_message |= {
             Drained: self._drained, UnknownRoom: self._unknown, Progress: self._progress_of_prefill,
@@ -78,6 +77,8 @@ class Receiving(Leader[DecodeRoom]):
     def _accepted(self, item: Accepted) -> None:
         if not self.writers.accepted(item):
             return
+        if self.writers.can_be_shut_out(item.writer) and not self.network.is_up(item.writer):
+            self.writers.shut_out(item.writer)  # the link was lost meanwhile
         for room in awaiting(self.leg_rooms(), item.writer):
             if item.descriptor is not None:
                 self._send_destination(room)
@@ -86,6 +87,8 @@ class Receiving(Leader[DecodeRoom]):
 
     def _shut_out(self, item: ShutOut) -> None:
         """Every room on the agent that is gone has failed; others get a new one."""
+        if item.target == LEADER and item.writer not in self.writers.incarnations:
+            self.forget_source(item.writer)
         if item.proof is not None:
             self.counts["writers shut out"] += 1
             for room in self.leg_rooms():
@@ -175,13 +178,13 @@ class Receiving(Leader[DecodeRoom]):
         self.quarantine.lost(peer)
 
     def peer_exited(self, peer: Address) -> None:
-        """The end of the writer is proof only where a transport says so (design §5)."""
+        """The end of the writer is proof only for ways where a transport says so (design §5); the others are closed."""
         for room in self.leg_rooms():
             if peer.incarnation not in room.machine.writers.values():
                 continue
             text, state = f"process {peer.pid} of {peer.name} has ended", room.machine.state.name
             cause = self.cause(room, "peer_lost", text, state, peer.name)
-            if self.endpoint.proofs.exited:
+            if exits(room, peer.incarnation):
                 self.act(room, room.machine.writer_exited(peer.incarnation, cause))
             else:
                 self.act(room, room.machine.handle(ReceiverEvent.PREFILL_LOST, cause))
@@ -198,11 +201,11 @@ class Receiving(Leader[DecodeRoom]):
     def _send_destination(self, room: DecodeRoom) -> None:
         """Once there is an agent for each process that is to write, at each rank that it is to write to."""
         assert room.holding is not None
-        descriptors = self.writers.descriptors(room.pairs)
+        descriptors = self.writers.descriptors(room.pairs, {a.incarnation: a.host for a in room.sources.values()})
         if descriptors is None:
             return
         writers, pages = room.machine.writers, pages_needed(room.prompt_tokens, self.page_size)
-        agent = descriptors[(writers[LEADER], LEADER)]
+        leading = descriptors[(writers[LEADER], LEADER)]
         ways = tuple(
             Way(source, target, encode_descriptor(descriptors[(writers[source], target)]))
             for source, targets in room.routes.items()
@@ -210,12 +213,15 @@ class Receiving(Leader[DecodeRoom]):
             if (source, target) != (LEADER, LEADER)
         )
         destination = Destination(
-            room.room, room.holding.pages[:pages], 0, room.holding.rows[0], encode_descriptor(agent), agent.generation,
-            tuple(writers), ways,
+            room.room, room.holding.pages[:pages], 0, room.holding.rows[0], encode_descriptor(leading),
+            leading.generation, tuple(writers), ways,
         )  # fmt: skip
         room.agents = {pair: descriptor.generation for pair, descriptor in descriptors.items()}
+        room.proofs = {pair: descriptor.proofs for pair, descriptor in descriptors.items()}
         self.ledger.lease(room.holding, writers)
         self.expect(room, True)
+        if leading.why:
+            self.tell_room(room, DataPath(room.room, leading.backend, leading.why))
         if not self.network.send(room.peer.incarnation, destination):
             self.fail(room, ReceiverEvent.PREFILL_LOST, "there is no link to prefill", room.peer.name)
 
@@ -223,30 +229,32 @@ class Receiving(Leader[DecodeRoom]):
         news = decode_notification(item.payload)
         if news is None:
             self.counts["notifications that do not decode"] += 1
+        elif isinstance(news, Introduction):
+            if news.incarnation in self.writers.incarnations:
+                self.introduced(news)
         else:
-            self._arrived_at(LEADER, news.room, news.rank, news.incarnation)
+            self._arrived_at(LEADER, Arrived(news.room, news.rank, news.incarnation, news.placed, news.last))
 
     def _arrived(self, peer: Address, message: Arrived) -> None:
         rank = self.team.rank_of(peer)
         if rank is not None:
-            self._arrived_at(rank, message.room, message.source, message.incarnation)
+            self._arrived_at(rank, message)
 
-    def _arrived_at(self, target: int, room_id: int, source: int, incarnation: int) -> None:
+    def _arrived_at(self, target: int, news: Arrived) -> None:
         """A source rank's notification has come to one of our ranks; its last one says that it has written all."""
-        room = self.rooms.get(room_id)
-        if room is None or room.machine.writers.get(source) != incarnation or target not in room.routes[source]:
+        room, source = self.rooms.get(news.room), news.source
+        if room is None or room.machine.writers.get(source) != news.incarnation or target not in room.routes[source]:
             self.counts["late or stray notifications"] += 1
+            return
+        self.begin_checks(room, source, target, news.placed)
+        if not news.last:
             return
         room.awaited.discard((source, target))
         if any(awaited == source for awaited, _ in room.awaited):
             return
         self.act(room, room.machine.rank_received(source))
         if room.machine.all_received:
-            problem = problem_of(self.engine, room)
-            if problem is None:
-                self.act(room, room.machine.handle(ReceiverEvent.ALL_RECEIVED))
-            else:
-                self.fail(room, ReceiverEvent.CHECK_FAILED, problem, room.peer.name, "handoff_failed")
+            self.act(room, room.machine.handle(ReceiverEvent.ALL_RECEIVED))
 
     def abort_writers(self, room: DecodeRoom) -> None:
         cause = room.machine.cause or self.cause(room, "handoff_failed", "decode has ended the room", "RELEASING")
@@ -266,7 +274,7 @@ class Receiving(Leader[DecodeRoom]):
             self.membership.tell(overdue)
 
     async def status(self) -> dict[str, Any]:
-        rows = quarantined(self.rooms.values(), self.endpoint.proofs, self.network.is_up, self.clock.now_s())
+        rows = quarantined(self.rooms.values(), self.network.is_up, self.clock.now_s())
         return await super().status() | {"quarantined": rows}
 
     async def end_writer(self, incarnation: int) -> bool:

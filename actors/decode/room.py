@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvferry.actors.decode.checks import RoomChecks
 from kvferry.actors.leg_room import LegRoom
 from kvferry.engine.contract import TextStream
 from kvferry.engine.history import Past
@@ -11,6 +12,7 @@ from kvferry.memory.admission import Claim
 from kvferry.memory.proof import NeverGiven, Quiet
 from kvferry.protocol.address import Address
 from kvferry.protocol.receiver import ReceiverMachine
+from kvferry.transfer.contract import Proofs
 
 
 @dataclass(kw_only=True)
@@ -21,7 +23,8 @@ class DecodeRoom(LegRoom):
     for the room's notification; `claim` is its place in the batch, from the moment that the leg is open; `admitted_s`
     when it got its pages, and `quarantined_s` when it had no more use for them. `agents` are those that the destination
     names, once it has left: (the writer's incarnation, target rank) -> the generation of the agent that it was
-    given; `closed` are those of them that are gone.
+    given; `closed` are those of them by which nothing can come any more, and `proofs` says for each what proves that.
+    `checks` is about what has arrived.
     """
 
     machine: ReceiverMachine
@@ -36,6 +39,8 @@ class DecodeRoom(LegRoom):
     quarantined_s: float = 0.0
     agents: dict[tuple[int, int], int] = field(default_factory=dict)
     closed: set[tuple[int, int]] = field(default_factory=set)
+    checks: RoomChecks = field(default_factory=RoomChecks)
+    proofs: dict[tuple[int, int], Proofs] = field(default_factory=dict)
     generated: int = 0
     last_token: int = -1
 

@@ -6,26 +6,25 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvferry.actors.decode.room import DecodeRoom
-from kvferry.transfer.contract import Proofs
 
 
-def quarantined(
-    rooms: Iterable[DecodeRoom], proofs: Proofs, is_up: Callable[[int], bool], now_s: float
-) -> list[dict[str, Any]]:
+def quarantined(rooms: Iterable[DecodeRoom], is_up: Callable[[int], bool], now_s: float) -> list[dict[str, Any]]:
     """One row for each room whose pages wait for proof. `waits_for`: the ranks that have not drained, and what else
-    would do over this transport. Room ids are strings: they exceed what JSON readers keep exact.
+    would do for every way by which they write. Room ids are strings: they exceed what JSON readers keep exact.
     """
-    return [_row(room, proofs, is_up, now_s) for room in rooms if room.holding is not None and room.holding.quarantined]
+    return [_row(room, is_up, now_s) for room in rooms if room.holding is not None and room.holding.quarantined]
 
 
-def _row(room: DecodeRoom, proofs: Proofs, is_up: Callable[[int], bool], now_s: float) -> dict[str, Any]:
+def _row(room: DecodeRoom, is_up: Callable[[int], bool], now_s: float) -> dict[str, Any]:
     assert room.holding is not None
     machine = room.machine
     gone = machine.exited | machine.revoked
     ranks = [r for r, process in sorted(machine.writers.items()) if r not in machine.acks and process not in gone]
-    waits_for = [f"drained by rank {rank}" for rank in ranks] if proofs.drained else []
-    waits_for += ["exited"] if proofs.exited else []
-    waits_for += ["revoked"] if proofs.revoked else []
+    left = {machine.writers[rank] for rank in ranks}
+    proofs = [known for pair, known in room.proofs.items() if pair[0] in left]
+    waits_for = [f"drained by rank {rank}" for rank in ranks] if all(p.drained for p in proofs) else []
+    waits_for += ["exited"] if proofs and all(p.exited for p in proofs) else []
+    waits_for += ["revoked"] if proofs and all(p.revoked for p in proofs) else []
     cause = machine.cause
     return {
         "room": str(room.room),

@@ -7,7 +7,7 @@ items for the leader.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvferry.actors.decode.room import DecodeRoom
@@ -44,10 +44,10 @@ class ShutOut:
     proof: Revoked | None
 
 
-async def accept(endpoint: Endpoint, writer: int, target: int, turn: int) -> Accepted:
-    """This rank's agent for the process `writer`."""
+async def accept(endpoint: Endpoint, writer: int, host: str, target: int, turn: int) -> Accepted:
+    """This rank's agent for the process `writer`, which runs on `host`."""
     try:
-        return Accepted(writer, target, turn, await endpoint.accept(writer))
+        return Accepted(writer, target, turn, await endpoint.accept(writer, host))
     except TransferError as error:
         return Accepted(writer, target, turn, None, str(error))
 
@@ -78,25 +78,28 @@ class Writers:
             return {LEADER: (LEADER,)}
         return routes({source.rank: (source.slice,) for source in sources}, self._team.slices())
 
-    def descriptors(self, pairs: Iterable[Pair]) -> dict[Pair, Descriptor] | None:
-        """What each is to be told, or None: then `Accepted` follows for those that have no agent yet."""
+    def descriptors(self, pairs: Iterable[Pair], hosts: Mapping[int, str]) -> dict[Pair, Descriptor] | None:
+        """What each is to be told, or None: then `Accepted` follows for those that have no agent yet. `hosts` says
+        where each writer runs.
+        """
         wanted = list(pairs)
         missing = [pair for pair in wanted if pair not in self._known]
         for pair in missing:
             if pair not in self._asked:
                 self._turns += 1
                 self._asked[pair] = self._turns
-                self._ask(*pair, self._turns)
+                self._ask(pair, hosts[pair[0]], self._turns)
         return None if missing else {pair: self._known[pair] for pair in wanted}
 
-    def _ask(self, writer: int, target: int, turn: int) -> None:
+    def _ask(self, pair: Pair, host: str, turn: int) -> None:
+        writer, target = pair
         if target == LEADER:
-            self._spawn(self._accept(writer, turn))
+            self._spawn(self._accept(writer, host, turn))
         else:
-            self._team.send(target, Accept(writer, turn))
+            self._team.send(target, Accept(writer, turn, host))
 
-    async def _accept(self, writer: int, turn: int) -> None:
-        self._post(await accept(self._endpoint, writer, LEADER, turn))
+    async def _accept(self, writer: int, host: str, turn: int) -> None:
+        self._post(await accept(self._endpoint, writer, host, LEADER, turn))
 
     def accepted(self, item: Accepted) -> bool:
         """False when it was revoked before it was known."""
@@ -107,6 +110,10 @@ class Writers:
         if item.descriptor is not None:
             self._known[pair] = item.descriptor
         return True
+
+    def can_be_shut_out(self, writer: int) -> bool:
+        """By destroying an agent of that process here, something is proved."""
+        return any(pair[0] == writer and known.proofs.revoked for pair, known in self._known.items())
 
     def shut_out(self, writer: int) -> bool:
         """Destroy that process's agents: `ShutOut` follows for each. False when it has none, or is being shut out."""
@@ -140,10 +147,22 @@ def awaiting(rooms: Iterable[DecodeRoom], writer: int) -> list[DecodeRoom]:
 
 
 def shuts_out(room: DecodeRoom, target: int, proof: Revoked) -> bool:
-    """The room's destination names an agent of that writer at `target` that is gone; and now all of that writer's
-    agents that it names are.
+    """The room's destination names an agent of that writer at `target` that is gone; and now nothing comes by any of
+    that writer's that it names.
     """
     if room.agents.get((proof.writer, target)) != proof.generation:
         return False
     room.closed.add((proof.writer, target))
-    return all(pair in room.closed for pair in room.agents if pair[0] == proof.writer)
+    return _is_closed(room, proof.writer)
+
+
+def exits(room: DecodeRoom, writer: int) -> bool:
+    """That process has ended. True when nothing comes by any way that the room's destination gave it; the end is no
+    proof for those over which bytes may still be on their way: they are to be destroyed.
+    """
+    room.closed |= {pair for pair, proofs in room.proofs.items() if pair[0] == writer and proofs.exited}
+    return _is_closed(room, writer)
+
+
+def _is_closed(room: DecodeRoom, writer: int) -> bool:
+    return all(pair in room.closed for pair in room.agents if pair[0] == writer)

@@ -14,7 +14,7 @@ from kvferry.actors.leader import PROGRESS_EVERY_S
 from kvferry.actors.parts import Parts
 from kvferry.actors.ports import LostReason
 from kvferry.actors.prefill.data_plane import Connected, DataPlane, WriteEnded
-from kvferry.actors.prefill.sending import Sending, SpanPlanner
+from kvferry.actors.prefill.sending import Part, Sending, SpanPlanner
 from kvferry.actors.prefill.writer import WritingRank
 from kvferry.actors.ranks.follower import Follower
 from kvferry.protocol import sender
@@ -74,7 +74,8 @@ class PrefillFollower(WritingRank, Follower):
         self._say_at_s = 0.0
         incarnation = self.network.address.incarnation
         self._planner = SpanPlanner(self.engine)
-        self._data_plane = DataPlane(self.endpoint, self.info.rank, incarnation, self.spawn, self._mailbox.put)
+        rank, post = self.info.rank, self._mailbox.put
+        self._data_plane = DataPlane(self.endpoint, self.digests, rank, incarnation, self.spawn, post)
         orders: dict[Any, Callable[[Any], None]] = {
             WriteTo: self._write_to, WriteChunk: self._chunk, CancelRoom: self._cancelled,
             AbortConfirmed: self._abort_confirmed,
@@ -131,14 +132,16 @@ class PrefillFollower(WritingRank, Follower):
 
     def _post(self, room: SliceRoom, order: WriteChunk) -> None:
         target = room.pages[order.first : order.first + len(order.pages)]
-        writes = [write for write in self._planner.pages(room.sending, order.pages, target) if len(write.spans)]
+        every = self._planner.pages(room.sending, order.pages, target)
+        writes = [write for write in every if len(write.spans)]
         chunk = room.chunks[order.chunk] = _Chunk(len(writes), sum(write.kv_bytes for write in writes))
         room.machine.handle(SenderEvent.LAST_COMPUTED if order.last else SenderEvent.CHUNK_COMPUTED)
         if order.last:
             room.machine.last_posted()
-        for write in writes:
+        for _ in writes:
             room.machine.write_posted()
-            self._data_plane.write(room.sending, order.chunk, write)
+        for write in every:
+            self._data_plane.write(room.sending, Part(order.chunk, order.first, len(order.pages), order.last), write)
         if not writes:
             del room.chunks[order.chunk]
             self._act(room, room.machine.settle())
@@ -146,7 +149,7 @@ class PrefillFollower(WritingRank, Follower):
 
     def _write_ended(self, item: WriteEnded) -> None:
         room = self.rooms[item.room]  # a room outlives each of its writes
-        room.sending.open -= 1
+        self._data_plane.ended(room.sending, item)
         chunk, outcome = room.chunks[item.chunk], item.result.outcome
         chunk.open -= 1
         if outcome is not WriteOutcome.FLUSHED:
@@ -292,7 +295,10 @@ class PrefillFollower(WritingRank, Follower):
     def _drained(self, room: SliceRoom, complete: bool) -> None:
         sending = room.sending
         cause = None if complete else room.machine.cause
-        word = Drained(room.room, self.info.rank, complete, sending.kv_bytes, sending.metadata_bytes, cause)
+        word = Drained(
+            room.room, self.info.rank, complete, sending.kv_bytes, sending.metadata_bytes, cause,
+            self.endpoint.backend, sending.measured,
+        )  # fmt: skip
         self.network.send(sending.owner, word)
         self.tell_leader(word)
         del self.rooms[room.room]

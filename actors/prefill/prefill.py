@@ -24,6 +24,7 @@ from kvferry.protocol.messages import (
     Abort,
     AbortAck,
     Destination,
+    Distrust,
     Failed,
     Load,
     OpenPrefill,
@@ -54,7 +55,7 @@ class Prefill(Writing):
         self._speed = Recent()  # tokens and seconds of recent forwards
         self._on_message |= {
             OpenPrefill: self._open, Destination: self._destination, Abort: self._abort,
-            Progress: self._progress_of_decode,
+            Progress: self._progress_of_decode, Distrust: self._distrust,
         }  # fmt: skip
 
     # --- messages ---
@@ -99,6 +100,11 @@ class Prefill(Writing):
             self.counts["late or stray messages of decode"] += 1
         else:
             room.clocks.queued("decode", message.position, message.step, 0, self.clock.now_s())
+
+    def _distrust(self, _peer: Address, message: Distrust) -> None:
+        """What is kept of one room only has gone with it."""
+        if self._pages.siblings.distrust(message.group, self.forward.done):
+            self.counts["kept prompts dropped for a failed check"] += 1
 
     # --- reserve, compute ---
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvferry.engine.contract import Engine
-from kvferry.protocol.metadata import Metadata
+from kvferry.protocol.messages import Measured
+from kvferry.protocol.metadata import Metadata, Placed
 from kvferry.protocol.rank import LEADER
 from kvferry.transfer.contract import Descriptor, Peer, Spans, WriteHandle
 from kvferry.transfer.layout import METADATA
@@ -29,7 +30,8 @@ Targets = Mapping[int, Descriptor]
 @dataclass
 class Sending:
     """One rank's writes of one room. `owner` is the incarnation of decode's leader; `targets` are the ranks that are
-    written to, with their ends of the data plane, once connected; `open` counts writes that have not ended.
+    written to, with their ends of the data plane, once connected; `open` counts writes that have not ended. `placed`
+    is what has been flushed, with its digest, by target rank; `measured` is about writes that have ended.
     """
 
     room: int
@@ -39,6 +41,18 @@ class Sending:
     open: int = 0
     kv_bytes: int = 0
     metadata_bytes: int = 0
+    placed: dict[int, list[Placed]] = field(default_factory=dict)
+    measured: Measured = field(default_factory=Measured)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What of the prompt a write has: its pages number `first` to `first + pages - 1`; with `last` there is no more."""
+
+    chunk: int
+    first: int
+    pages: int
+    last: bool
 
 
 @dataclass(frozen=True)

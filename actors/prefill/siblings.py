@@ -104,6 +104,13 @@ class Siblings:
         self._drop(group, step)
         return True
 
+    def distrust(self, group: int, step: int) -> bool:
+        """What is kept of the group is not what it was: whoever comes for it computes it again. False for nothing."""
+        if group not in self._kept:
+            return False
+        self._drop(group, step)
+        return True
+
     def tick(self, now_s: float, waiting: set[int], step: int) -> None:
         """Let go of what nobody comes for. `waiting`: the groups of open rooms that have no pages yet."""
         for group, kept in list(self._kept.items()):

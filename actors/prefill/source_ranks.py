@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from kvferry.actors.prefill.data_plane import Connected, DataPlane, WriteEnded
 from kvferry.actors.prefill.room import PrefillRoom
-from kvferry.actors.prefill.sending import SpanPlanner
+from kvferry.actors.prefill.sending import Part, SpanPlanner
 from kvferry.actors.ranks.team import Team
 from kvferry.engine.contract import Engine
 from kvferry.memory.admission import pages_needed
@@ -20,6 +20,7 @@ from kvferry.protocol.messages import Destination
 from kvferry.protocol.metadata import Metadata
 from kvferry.protocol.rank import LEADER
 from kvferry.transfer.contract import Descriptor, Endpoint, TransferError, decode_descriptor
+from kvferry.transfer.digest import Digests
 from kvferry.transfer.layout import slices_in
 from kvferry.transfer.ranks import routes
 
@@ -31,6 +32,7 @@ class SourceRanks:
         self,
         engine: Engine,
         endpoint: Endpoint,
+        digests: Digests | None,
         team: Team,
         incarnation: int,
         spawn: Callable[[Awaitable[None]], None],
@@ -39,7 +41,7 @@ class SourceRanks:
         self._team, self._incarnation = team, incarnation
         self._page_size = engine.limits.page_size
         self._planner = SpanPlanner(engine)
-        self._data_plane = DataPlane(endpoint, LEADER, incarnation, spawn, post)
+        self._data_plane = DataPlane(endpoint, digests, LEADER, incarnation, spawn, post)
 
     # --- the destination ---
 
@@ -116,12 +118,12 @@ class SourceRanks:
         for rank in room.ranks:
             room.asked[rank] += 1
             self._team.send(rank, WriteChunk(room.room, room.chunk - 1, first, source, last))
-        return len(room.ranks) + self._write_own(room, source, target, last)
+        return len(room.ranks) + self._write_own(room, Part(room.chunk - 1, first, end - first, last), source, target)
 
-    def _write_own(self, room: PrefillRoom, source: Sequence[int], target: Sequence[int], last: bool) -> int:
+    def _write_own(self, room: PrefillRoom, part: Part, source: Sequence[int], target: Sequence[int]) -> int:
         assert room.destination is not None and room.holding is not None
         writes = self._planner.pages(room.sending, source, target)
-        if last:
+        if part.last:
             kv_bytes = room.sending.kv_bytes + sum(write.kv_bytes for write in writes)
             metadata = Metadata(
                 room.room, self._incarnation, room.prompt_tokens, room.first_token, kv_bytes, room.first_logprobs
@@ -131,10 +133,13 @@ class SourceRanks:
                 self._planner.with_row(room.sending, write, row, slot, metadata) if write.target == LEADER else write
                 for write in writes
             ]
-        posted = [write for write in writes if len(write.spans)]
-        for write in posted:
-            self._data_plane.write(room.sending, room.chunk - 1, write)
-        return len(posted)
+        for write in writes:
+            self._data_plane.write(room.sending, part, write)
+        return sum(len(write.spans) > 0 for write in writes)
+
+    def ended(self, room: PrefillRoom, item: WriteEnded) -> None:
+        """One of our own writes."""
+        self._data_plane.ended(room.sending, item)
 
     def cancel(self, room: PrefillRoom, cause: Cause) -> None:
         """At every rank: stop posting. Each write still ends."""

@@ -33,7 +33,9 @@ class Writing(WritingRank, Leader[PrefillRoom]):
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
         incarnation = self.network.address.incarnation
-        self._ranks = SourceRanks(self.engine, self.endpoint, self.team, incarnation, self.spawn, self._mailbox.put)
+        self._ranks = SourceRanks(
+            self.engine, self.endpoint, self.digests, self.team, incarnation, self.spawn, self._mailbox.put
+        )
         self._told: set[int] = set()  # rooms that are still here when the instance ends, and whose end has been told
         self._on_message |= {
             Wrote: self._wrote, RankFailed: self._rank_failed, Drained: self._rank_drained,
@@ -194,7 +196,7 @@ class Writing(WritingRank, Leader[PrefillRoom]):
 
     def _write_ended(self, item: WriteEnded) -> None:
         room = self.rooms[item.room]  # a room outlives each of its writes
-        room.sending.open -= 1
+        self._ranks.ended(room, item)
         broken = item.result.outcome is WriteOutcome.BROKEN
         cause = None
         if broken:
@@ -225,7 +227,11 @@ class Writing(WritingRank, Leader[PrefillRoom]):
 
     def _say_drained(self, room: PrefillRoom, complete: bool) -> None:
         sending = room.sending
-        self.tell_both(room, Drained(room.room, LEADER, complete, sending.kv_bytes, sending.metadata_bytes))
+        word = Drained(
+            room.room, LEADER, complete, sending.kv_bytes, sending.metadata_bytes,
+            backend=self.endpoint.backend, measured=sending.measured,
+        )  # fmt: skip
+        self.tell_both(room, word)
         if not complete:
             self.tell_room(room, AbortAck(room.room, self.role, LEADER))
 

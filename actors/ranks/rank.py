@@ -21,12 +21,15 @@ class Rank(Actor):
     def __init__(self, parts: Parts, hello: Message | None) -> None:
         super().__init__(parts.network, parts.clock, parts.mailbox)
         self.engine, self.endpoint, self.info = parts.engine, parts.endpoint, parts.info
+        self.digests = parts.digests
         self.membership = Membership(self.network, parts.resolve, hello, self.spawn, self._mailbox.put)
         self.ending = Ending(parts.limits.no_progress_s)
         self._on_message = {Registered: self._registered, RegistrationRefused: self._registration_refused}
 
     async def close(self) -> None:
         await self.endpoint.close()
+        if self.digests is not None:
+            await self.digests.close()  # before the memory goes
         await self.engine.close()
         await super().close()
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from kvferry.protocol.kvpoll import STICKY, KVPoll
-from kvferry.protocol.messages import Released
+from kvferry.protocol.messages import Drained, Released
 
 #: When, what, by which leg, and what more is known of it. Kept as it came, and made readable when somebody asks.
 _Event = tuple[float, str, str, dict[str, Any] | None]
@@ -30,6 +32,7 @@ class Journal:
     dropped: int = 0
     kv_bytes: int = 0
     metadata_bytes: int = 0
+    transfers: list[dict[str, Any]] = field(default_factory=list)
     outcome: dict[str, Any] | None = None
     ended_s: float | None = None
     _events: list[_Event] = field(default_factory=list)
@@ -52,6 +55,16 @@ class Journal:
         self.note(
             now_s, "released", "decode", proof=message.proof, pages=message.pages, quarantined_s=message.quarantined_s
         )
+
+    def drained(self, message: Drained) -> None:
+        """A source rank's writes have ended: what they came to. What its backend can't tell is left out."""
+        self.kv_bytes += message.kv_bytes
+        self.metadata_bytes += message.metadata_bytes
+        size_bytes = message.kv_bytes + message.metadata_bytes
+        if size_bytes and message.backend:
+            measured = msgspec.structs.asdict(message.measured)
+            known = {name: value for name, value in measured.items() if value is not None}
+            self.transfers.append({"rank": message.rank, "backend": message.backend, "bytes": size_bytes, **known})
 
     def poll(self, now_s: float, state: KVPoll) -> None:
         """Write down a change of KVPoll; the same value again changes nothing."""
@@ -90,6 +103,7 @@ class Journal:
             "events_dropped": self.dropped,
             "kv_bytes": self.kv_bytes,
             "metadata_bytes": self.metadata_bytes,
+            "transfers": self.transfers,
             "outcome": self.outcome,
         }
 

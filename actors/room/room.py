@@ -17,6 +17,7 @@ from kvferry.protocol.messages import (
     AbortAck,
     Admitted,
     Committed,
+    DataPath,
     Drained,
     Failed,
     Message,
@@ -189,8 +190,7 @@ class Room:
         self._handle(RoomEvent.RECEIVED)
 
     def _drained(self, _leg: str, message: Drained) -> None:
-        self.journal.kv_bytes += message.kv_bytes
-        self.journal.metadata_bytes += message.metadata_bytes
+        self.journal.drained(message)
         self._note("drained", PREFILL, rank=message.rank, complete=message.complete, kv_bytes=message.kv_bytes)
         if message.rank != LEADER:
             return  # the leader's comes when all ranks have drained
@@ -207,6 +207,10 @@ class Room:
     def _abort_acked(self, leg: str, message: AbortAck) -> None:
         self._note("abort acked", leg, rank=message.rank)
         self._stopped(leg)
+
+    def _data_path(self, leg: str, message: DataPath) -> None:
+        self.journal.backend = message.backend
+        self._note("data path", leg, backend=message.backend, why=message.why)
 
     def _released(self, leg: str, message: Released) -> None:
         self.journal.released(self.clock.now_s(), message)
@@ -280,4 +284,5 @@ HEARD: dict[type[Message], Callable[[Room, str, Any], None]] = {
     Opened: Room._opened, Admitted: Room._admitted, Progress: Room._progress, PrefillDone: Room._prefill_done,
     Received: Room._received, Drained: Room._drained, Committed: Room._committed, Failed: Room._failed,
     AbortAck: Room._abort_acked, UnknownRoom: Room._unknown, Released: Room._released,
+    DataPath: Room._data_path,
 }  # fmt: skip

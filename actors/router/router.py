@@ -371,6 +371,6 @@ class Router(Actor):
         journal = self.ended[room_id] = guest.room.journal
         journal.end(now_s)
         code = "" if guest.room.machine.kvpoll is KVPoll.SUCCESS else guest.room.code
-        self._statistics.ended(journal.durations(now_s), journal.kv_bytes, code)
+        self._statistics.ended(journal.durations(now_s), journal.kv_bytes, code, journal.transfers)
         while len(self.ended) > self.settings.journal_rooms:
             self.ended.popitem(last=False)

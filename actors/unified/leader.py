@@ -164,6 +164,10 @@ class UnifiedLeader(Decode):
             self.act(room, room.machine.rank_received(LEADER))
             self.act(room, room.machine.handle(ReceiverEvent.ALL_RECEIVED))
 
+    def settle_checks(self, room: DecodeRoom) -> None:
+        """Nothing was moved."""
+        self.act(room, room.machine.handle(ReceiverEvent.CHECKED))
+
     def report_progress(self) -> None:
         """Also for those that wait for their turn to be computed, as prefill tells it."""
         super().report_progress()

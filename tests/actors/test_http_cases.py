@@ -194,9 +194,10 @@ def test_case_52_what_is_counted_is_what_happened(client_of: Any, wait_until: An
     assert value["kvferry_rooms_total committed"] == 10 and value["kvferry_rooms_total peer_lost"] == 1
     assert value["kvferry_room_phase_seconds_count TRANSFERRING"] >= 10
     assert value["kvferry_prompt_tokens_total"] == 11 * 60 and value["kvferry_generated_tokens_total"] == 10 * 9
+    assert value["kvferry_transfer_bytes_count fake"] == value["kvferry_transfer_wire_seconds_count fake"] >= 10
     fed_by_this_run = {family.name for family in families} - {
         "kvferry_requests_live", "kvferry_rooms_live", "kvferry_retractions", "kvferry_attempts_failed",
-        "kvferry_events", "kvferry_queue_length",
+        "kvferry_events", "kvferry_queue_length", "kvferry_transfer_check_failures",
     }  # fmt: skip
     for name in fed_by_this_run:
         assert any(value[key] > 0 for key in value if key.startswith(name)), name

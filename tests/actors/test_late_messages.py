@@ -35,7 +35,7 @@ from kvferry.protocol.messages import (
     Token,
     TokenBatch,
 )
-from kvferry.protocol.metadata import Notification, encode_notification
+from kvferry.protocol.metadata import Notification, decode_notification, encode_notification
 from kvferry.sim.loop import run
 from kvferry.sim.system import SimOptions, SimSystem
 
@@ -199,7 +199,9 @@ def is_sent(item: Any) -> bool:
 
 
 def is_received(item: Any) -> bool:
-    return isinstance(item, Notified)
+    """A source rank's last notification."""
+    news = decode_notification(item.payload) if isinstance(item, Notified) else None
+    return isinstance(news, Notification) and news.last
 
 
 @pytest.mark.parametrize("order", sorted(set(permutations("NNDD"))), ids="".join)
@@ -221,8 +223,8 @@ def test_case_28_received_and_sent_at_decode(client_of: Any, wait_until: Any, or
             (room,) = decode.rooms.values()
             for at, name in enumerate(order):
                 held.give(news[name])
+                await asyncio.sleep(0.001)  # the last chunk is checked
                 assert (room.machine.state.name == "RUNNING") == ("N" in order[: at + 1])
-                await asyncio.sleep(0.001)
             assert ids(await reading) == list(system.engine().expected_tokens(PROMPT, 6))
             assert await system.settle(5), system.counts()
             for name in order:
@@ -267,6 +269,7 @@ def test_case_28_at_a_decode_that_is_giving_up(client_of: Any, wait_until: Any, 
                     await asyncio.sleep(0.005)
                 else:
                     held.give(next(filter(is_sent if name == "D" else is_received, held.items)))
+                    await asyncio.sleep(0.001)
             committed = order.index("N") < order.index("A")
             assert room.machine.kvpoll.name == ("SUCCESS" if committed else "FAILED")
             await asyncio.gather(reading, return_exceptions=True)

@@ -47,12 +47,13 @@ def test_decode_opens_a_room_over_a_link_that_the_front_has_ended(
             system.network.cut(*ends)
             client.network.drop(ends[1].incarnation)
             await asyncio.sleep(0.5)
-            assert decode.network.is_up(ends[0].incarnation), "decode does not know"
+            old = decode.network.session_of(ends[0].incarnation)
+            assert old, "decode does not know"
             late_outcomes(client, outcome_s)
             first = asyncio.create_task(client.ask(PROMPT, max_tokens=tokens))
             await wait_until(lambda: bool(decode.rooms))
             system.network.heal(*ends)
-            await wait_until(lambda: not decode.network.is_up(ends[0].incarnation))
+            await wait_until(lambda: decode.network.session_of(ends[0].incarnation) != old)
             await asyncio.sleep(again_s)
             second = asyncio.create_task(client.ask(OTHER, max_tokens=20))
             assert await asyncio.wait_for(second, 20) == list(system.engine().expected_tokens(OTHER, 20))

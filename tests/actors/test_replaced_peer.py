@@ -149,14 +149,14 @@ def test_case_32_a_destination_of_the_old_memory(client_of: Any, wait_until: Any
             client = await client_of(system, attempts=1)
             assert await client.ask(PROMPT[:30], max_tokens=2) == right(system, PROMPT[:30], 2)
             writer = system.prefill().network.address.incarnation
-            old = system.decode().writers.descriptors([(writer, 0)])
+            old = system.decode().writers.descriptors([(writer, 0)], {writer: ""})
             assert old is not None
             system.kill("decode-0")
             new = system.spawn("decode", "decode-0")
             await asyncio.sleep(1)
             writers = system.decode().writers
             descriptors = writers.descriptors
-            writers.descriptors = lambda pairs: old  # type: ignore[method-assign]
+            writers.descriptors = lambda pairs, hosts: old  # type: ignore[method-assign]
             copies = watcher.writes.copies
             with pytest.raises(PeerError, match=r"the destination's agent is of process [0-9a-f]{16}, not decode's"):
                 await client.ask(PROMPT, max_tokens=5)

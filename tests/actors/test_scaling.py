@@ -46,7 +46,7 @@ class Streams:
 
 
 def baseline(row: dict[str, Any], total: int = 256) -> bool:
-    zero = {"owned": 0, "leased": 0, "cached": 0, "quarantined": 0}
+    zero = {"owned": 0, "leased": 0, "cached": 0, "quarantined": 0, "retired": 0}
     return bool(row["pages"] == {"total": total, "free": total} | zero)
 
 

@@ -18,10 +18,12 @@ from kvferry.protocol.messages import Message, OverBudget
 from kvferry.protocol.receiver import ReceiverEvent, ReceiverMachine
 from kvferry.sim.loop import VirtualClock
 from kvferry.transfer.contract import Descriptor, Revoked, TransferError
-from kvferry.transfer.fake import TCP, FakeFabric
+from kvferry.transfer.fake import HOST, TCP, FakeFabric
 
 PREFILL, OTHER = 0xA, 0xC
 HERE = 0  # the target rank whose endpoint it is: the leader
+
+HOSTS = {PREFILL: "host", OTHER: "host"}
 
 
 class Leader:
@@ -54,7 +56,7 @@ class Leader:
         return {writer: descriptor for (writer, _), descriptor in found.items()}
 
     def ask(self, *writers: int) -> dict[tuple[int, int], Descriptor] | None:
-        return self.writers.descriptors([(writer, HERE) for writer in writers])
+        return self.writers.descriptors([(writer, HERE) for writer in writers], HOSTS)
 
 
 async def test_an_agent_is_made_once_and_known_once_it_is_accepted() -> None:
@@ -102,7 +104,7 @@ async def test_a_room_of_an_agent_that_is_gone_costs_the_next_one_nothing() -> N
 async def test_an_endpoint_that_gives_no_agent_says_why() -> None:
     leader = Leader()
 
-    async def refused(writer: int) -> Descriptor:
+    async def refused(writer: int, host: str) -> Descriptor:
         raise TransferError("too many agents")
 
     leader.endpoint.accept = refused  # type: ignore[method-assign]
@@ -116,14 +118,14 @@ async def test_a_writer_of_two_ranks_is_shut_out_when_both_have_destroyed_its_ag
     """Rank 1 makes and destroys its own, by order."""
     leader = Leader()
     pairs = [(PREFILL, HERE), (PREFILL, 1)]
-    assert leader.writers.descriptors(pairs) is None and leader.orders == [(1, Accept(PREFILL, 2))]
+    assert leader.writers.descriptors(pairs, HOSTS) is None and leader.orders == [(1, Accept(PREFILL, 2, "host"))]
     (own,) = await leader.settle()
     assert isinstance(own, Accepted) and leader.writers.accepted(own) and own.descriptor is not None
-    assert leader.writers.descriptors(pairs) is None and len(leader.orders) == 1, "it is on its way"
+    assert leader.writers.descriptors(pairs, HOSTS) is None and len(leader.orders) == 1, "it is on its way"
     there = Descriptor("fake", "agent", 0xB1, 7, b"", ())
     assert not leader.writers.accepted(Accepted(PREFILL, 1, 1, there)), "an answer to another question"
     assert leader.writers.accepted(Accepted(PREFILL, 1, 2, there))
-    assert leader.writers.descriptors(pairs) == {pairs[0]: own.descriptor, pairs[1]: there}
+    assert leader.writers.descriptors(pairs, HOSTS) == {pairs[0]: own.descriptor, pairs[1]: there}
     room: Any = SimpleNamespace(agents={pairs[0]: own.descriptor.generation, pairs[1]: 7}, closed=set())
     assert leader.writers.shut_out_of(room, PREFILL) and leader.orders[1:] == [(1, Revoke(PREFILL))]
     (proof,) = await leader.settle()
@@ -142,7 +144,8 @@ def waiting(writer: int, pages: range, since_s: float, ranks: int = 1) -> Any:
         machine.rank_drained(rank, complete=False)
     holding = SimpleNamespace(pages=tuple(pages), quarantined=True)
     peer = Address(f"prefill-{writer}", "", writer, "", 0)
-    return SimpleNamespace(machine=machine, holding=holding, quarantined_s=since_s, peer=peer)
+    proofs = dict.fromkeys([(writer, HERE)], HOST)
+    return SimpleNamespace(machine=machine, holding=holding, quarantined_s=since_s, peer=peer, proofs=proofs)
 
 
 @pytest.mark.parametrize(

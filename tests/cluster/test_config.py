@@ -189,7 +189,7 @@ def test_every_number_has_a_range_and_every_rule_a_key() -> None:
     assert ruled <= values.keys()
     assert values.keys() - ruled == {
         "api.served_model_name", "api.keys", "api.keys_file", "cluster.secret_file", "cluster.insecure",
-        "links.encrypted",
+        "links.encrypted", "transfer.checksum", "transfer.ib_device",
     }  # fmt: skip
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.memory.admission import pages_needed, refusal
+from kvferry.memory.admission import Admission, pages_needed, refusal
+from kvferry.memory.ledger import PageLedger
+from kvferry.memory.proof import NeverGiven, Quiescent, Stepped
 
 
 @pytest.mark.parametrize(
@@ -46,3 +48,19 @@ def test_what_can_never_fit_is_refused_with_field_value_and_limit(
     cause = refusal(prompt, max_tokens, prefill, decode)
     assert cause is not None and (cause.code, cause.param) == ("invalid_request", param)
     assert all(word in cause.message for word in words), cause.message
+
+
+def test_a_request_that_runs_alone_gives_up_when_the_pool_has_become_too_small() -> None:
+    """A page was retired after it came in. It is retracted like others that find no page; nothing breaks."""
+    ledger = PageLedger(3)
+    admission = Admission(ledger, page_size=1, max_running=4, receives=False)
+    admission.arrive(1, 1, tokens=1, total_tokens=3, now_s=0.0)
+    claim = admission.admit()
+    assert claim is not None and claim.holding is not None and admission.grow(claim, 1) is None
+    bad = ledger.reserve(9, 1)
+    assert bad is not None
+    ledger.blame(bad.pages)
+    ledger.blame(bad.pages)
+    ledger.release(bad, Quiescent(bad.id, Stepped(0), NeverGiven()))
+    assert admission.grow(claim, 2) is None
+    assert admission.grow(claim, 3) is claim

@@ -314,3 +314,52 @@ class Conservation(RuleBasedStateMachine):
 
 Conservation.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestConservation = Conservation.TestCase
+
+
+def failed_on(ledger: PageLedger, *pages: int) -> None:
+    """A room that holds these pages and no others, and whose check fails."""
+    taken = []
+    while not set(pages) <= {page for holding in taken for page in holding.pages}:
+        holding = ledger.reserve(1, 1)
+        assert holding is not None
+        taken.append(holding)
+    ledger.blame(pages)
+    for holding in taken:
+        ledger.release(holding, Quiescent(holding.id, Stepped(0), NeverGiven()))
+
+
+def test_a_page_that_is_blamed_twice_alone_is_retired() -> None:
+    ledger = PageLedger(4)
+    failed_on(ledger, 2)
+    ledger.clear([2])  # it passes a check in between: where nobody else can have been at fault, that clears nothing
+    assert ledger.counts() == PageCounts(4, 4, 0, 0, 0, 0)
+    failed_on(ledger, 2)
+    assert ledger.counts() == PageCounts(4, 3, 0, 0, 0, 0, retired=1)
+    assert ledger.audit({}).conserved and ledger.audit({}).at_baseline
+    assert (ledger.retired, ledger.lasting, ledger.free) == (1, 3, 3)
+    rest = ledger.reserve(5, 3)
+    assert rest is not None and set(rest.pages) == {0, 1, 3} and ledger.reserve(6, 1) is None
+
+
+def test_of_several_suspects_those_that_pass_a_check_are_cleared() -> None:
+    ledger = PageLedger(4)
+    failed_on(ledger, 0, 1, 2)
+    ledger.clear([0, 1])
+    failed_on(ledger, 0, 1, 2)
+    assert ledger.counts().retired == 1 and ledger.audit({}).conserved
+    failed_on(ledger, 0)
+    assert ledger.counts().retired == 2, "suspected once, and blamed alone"
+
+
+def test_a_retired_page_in_a_block_table_is_found() -> None:
+    ledger = PageLedger(2)
+    failed_on(ledger, 1)
+    failed_on(ledger, 1)
+    with pytest.raises(LedgerError, match="page 1 of room 7 is also retired"):
+        ledger.audit({7: (1,)})
+
+
+def test_only_pages_that_somebody_holds_are_blamed() -> None:
+    ledger = PageLedger(2)
+    with pytest.raises(LedgerError, match="page 0 can't be blamed: nobody holds it"):
+        ledger.blame([0])

@@ -16,11 +16,18 @@ from kvferry.protocol.kvpoll import KVPoll
 ROOT = Path(__file__).parents[2]
 
 
+#: Of one room, by two source ranks; the second one's backend can tell its bytes only.
+TRANSFERS: list[dict[str, Any]] = [
+    {"rank": 0, "backend": "ucx", "bytes": 5000, "wait_s": 0.0, "wire_s": 0.02, "descriptors": 60},
+    {"rank": 1, "backend": "mute", "bytes": 4096},
+]
+
+
 def statistics() -> RoomStatistics:
     """Two rooms that committed and one that failed before it got a destination."""
     rooms = RoomStatistics()
     bootstrapping, waiting, transferring = KVPoll.BOOTSTRAPPING, KVPoll.WAITING_FOR_INPUT, KVPoll.TRANSFERRING
-    rooms.ended({bootstrapping: 0.002, waiting: 0.3, transferring: 0.02, KVPoll.SUCCESS: 0.0}, 1000, "")
+    rooms.ended({bootstrapping: 0.002, waiting: 0.3, transferring: 0.02, KVPoll.SUCCESS: 0.0}, 1000, "", TRANSFERS)
     rooms.ended({bootstrapping: 0.001, transferring: 500.0, KVPoll.SUCCESS: 0.0}, 500, "")
     rooms.ended({bootstrapping: 7.0, KVPoll.FAILED: 0.0}, 0, "peer_lost")
     return rooms
@@ -29,8 +36,9 @@ def statistics() -> RoomStatistics:
 STATUS: dict[str, Any] = {
     "instances": [
         {
-            "id": "decode-0", "role": "decode", "queues": {"running": 2}, "step": 41, "counts": {"retracted": 3},
-            "pages": {"total": 10, "free": 7, "owned": 2, "leased": 1, "cached": 0, "quarantined": 0},
+            "id": "decode-0", "role": "decode", "queues": {"running": 2}, "step": 41,
+            "counts": {"retracted": 3, "transfers that failed their check": 2},
+            "pages": {"total": 11, "free": 7, "owned": 2, "leased": 1, "cached": 0, "quarantined": 0, "retired": 1},
         },
         {"id": "decode-1", "role": "decode", "queues": {}, "pages": {}},  # does not answer
     ],
@@ -71,10 +79,28 @@ def test_rooms_by_phase_and_outcome() -> None:
 def test_instances() -> None:
     found = samples(FrontMetrics())
     assert found["kvferry_pages", "decode-0", "decode", "leased"] == 1
+    assert found["kvferry_pages", "decode-0", "decode", "retired"] == 1
+    assert found["kvferry_transfer_check_failures_total", "decode-0"] == 2
     assert found["kvferry_queue_length", "decode-0", "running", "decode"] == 2
     assert found["kvferry_forwards_total", "decode-0", "decode"] == 41
     assert found["kvferry_events_total", "retracted", "decode-0", "decode"] == 3
     assert not any("decode-1" in key for key in found), "what is not known is absent, not zero"
+
+
+def test_transfers_by_backend() -> None:
+    found = samples(FrontMetrics())
+    name = "kvferry_transfer"
+    # backend sorts before le and router
+    assert found[f"{name}_wait_seconds_bucket", "ucx", "0.001", "router-0"] == 1
+    assert found[f"{name}_wire_seconds_bucket", "ucx", "0.01", "router-0"] == 0
+    assert found[f"{name}_wire_seconds_bucket", "ucx", "0.025", "router-0"] == 1
+    assert found[f"{name}_wire_seconds_sum", "ucx", "router-0"] == 0.02
+    assert found[f"{name}_bytes_bucket", "ucx", "4096.0", "router-0"] == 0
+    assert found[f"{name}_bytes_bucket", "ucx", "16384.0", "router-0"] == 1
+    assert found[f"{name}_bytes_bucket", "mute", "4096.0", "router-0"] == 1, "a bound belongs to its bucket"
+    assert found[f"{name}_descriptors_bucket", "ucx", "64.0", "router-0"] == 1
+    told = {key[0] for key in found if key[0].startswith(name) and "mute" in key}
+    assert told == {f"{name}_bytes_bucket", f"{name}_bytes_count", f"{name}_bytes_sum"}, "absent, not zero"
 
 
 def test_the_buckets_rise_and_the_last_one_takes_the_rest() -> None:

@@ -93,9 +93,12 @@ class Three:
             self.prefill().write_ended(broken=False)
         self.tell(RoomEvent.DRAINED)
 
-    def commit(self) -> None:
+    def receive(self) -> None:
         self.decode().rank_received(0)
         self.decode().handle(ReceiverEvent.ALL_RECEIVED)
+
+    def check(self) -> None:
+        self.decode().handle(ReceiverEvent.CHECKED)
         self.tell(RoomEvent.COMMITTED)
 
     def clock(self) -> str:
@@ -115,10 +118,12 @@ class Three:
 Step = Callable[[Three], None]
 EARLY_STEPS: list[Step] = [
     Three.prefill_opens, Three.decode_opens, Three.admit, Three.reserve, Three.chunk, lambda t: t.chunk(last=True),
-    Three.flush, Three.commit,
+    Three.flush, Three.receive, Three.check,
 ]  # fmt: skip
 AHEAD_STEPS: list[Step] = [Three.prefill_opens, Three.decode_opens, Three.reserve, Three.all_computed, Three.admit]
-AGAIN_STEPS: list[Step] = [Three.reserve, Three.chunk, lambda t: t.chunk(last=True), Three.flush, Three.commit]
+AGAIN_STEPS: list[Step] = [
+    Three.reserve, Three.chunk, lambda t: t.chunk(last=True), Three.flush, Three.receive, Three.check,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -126,7 +131,11 @@ AGAIN_STEPS: list[Step] = [Three.reserve, Three.chunk, lambda t: t.chunk(last=Tr
     [
         (EARLY, EARLY_STEPS, ()),
         (PREFILL_COMPLETE, AHEAD_STEPS + AGAIN_STEPS, ()),
-        (PREFILL_COMPLETE, [*AHEAD_STEPS, Three.pin, Three.flush, Three.commit], (6, 7)),  # nothing was displaced
+        (
+            PREFILL_COMPLETE,
+            [*AHEAD_STEPS, Three.pin, Three.flush, Three.receive, Three.check],
+            (6, 7),
+        ),  # nothing was displaced
     ],
 )
 def test_a_handoff_goes_through_the_rows(policy: str, steps: list[Step], left_out: tuple[int, ...]) -> None:

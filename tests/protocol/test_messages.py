@@ -18,8 +18,10 @@ from kvferry.protocol.errors import Cause
 from kvferry.protocol.metadata import (
     MAX_TOP_LOGPROBS,
     ROW_BYTES,
+    Introduction,
     Metadata,
     Notification,
+    Placed,
     decode_notification,
     encode_notification,
 )
@@ -56,9 +58,12 @@ EXAMPLES: list[m.Message] = [
     m.AbortTransfer(5, CAUSE),
     m.Drained(5, 0, True, kv_bytes=1 << 40, metadata_bytes=256),
     m.Drained(5, 1, False, cause=CAUSE),
+    m.Drained(5, 0, True, backend="ucx", measured=m.Measured(0.5, 0.25, 60)),
+    m.Distrust(1 << 63),
     m.Reconcile((5, 1 << 62)),
     m.Draining(5, 0, broken=True),
     m.Released(5, "drained and revoked", 13, 2.5),
+    m.DataPath(5, "local", "the writer is on the same host"),
     m.TokenBatch("decode", (m.Token(1, 0, 5, 0, 42, "é", "stop"), m.Token(1, 0, 5, 1, 43, ""))),
     m.Stop(1, 0, 5),
     m.TokenBatch("decode", (m.Token(1, 0, 5, 0, 42, "", "", m.Logprobs(-0.25, ((42, -0.25), (7, -1.5)))),)),
@@ -84,12 +89,15 @@ EXAMPLES: list[m.Message] = [
     i.RankFailed(5, CAUSE),
     i.ConfirmAbort(5, CAUSE),
     i.AbortConfirmed(5),
-    i.Accept(1 << 63, 4),
+    i.Accept(1 << 63, 4, "kernel:4026531836"),
     i.Accepted(1 << 63, 4, b"\x00"),
     i.Revoke(1 << 63),
     i.RevokedAt(1 << 63, -1),
     i.Expect(-1),
     i.Arrived(5, 1, 1 << 63),
+    i.Arrived(5, 1, 1 << 63, (Placed(2, 32, 16, True, (1 << 64) - 1),), last=False),
+    i.TakeDigest(5, 1, 1 << 63, 32, (7, 0, 3)),
+    i.Digested(5, 1, 32, (1 << 64) - 1),
 ]
 
 #: The wire as it is. A line that has to change here breaks every peer that runs the version before, unless the
@@ -109,10 +117,12 @@ WIRE = {
     "UnknownRoom": "room leg=",
     "Destination": "room pages prefix_tokens metadata_slot agent generation required_acks ways=",
     "AbortTransfer": "room cause",
-    "Drained": "room rank complete kv_bytes= metadata_bytes= cause=",
+    "Drained": "room rank complete kv_bytes= metadata_bytes= cause= backend= measured=",
+    "Distrust": "group",
     "Reconcile": "rooms",
     "Draining": "room rank broken=",
     "Released": "room proof pages quarantined_s",
+    "DataPath": "room backend why",
     "TokenBatch": "leg tokens",
     "Stop": "request attempt room",
     "Retracted": "request attempt room next_index",
@@ -135,12 +145,14 @@ WIRE = {
     "RankFailed": "room cause",
     "ConfirmAbort": "room cause",
     "AbortConfirmed": "room",
-    "Accept": "writer turn",
+    "Accept": "writer turn host=",
     "Accepted": "writer turn agent error=",
     "Revoke": "writer",
     "RevokedAt": "writer generation",
     "Expect": "change",
-    "Arrived": "room source incarnation",
+    "Arrived": "room source incarnation placed= last=",
+    "TakeDigest": "room source incarnation first pages",
+    "Digested": "room source first digest= error=",
 }
 PARTS = {
     Address: "name endpoint incarnation host pid",
@@ -156,7 +168,10 @@ PARTS = {
     Member: "rank address slice",
     Slice: "first_layer layers first_head heads replica= replicas= cp_rank= cp_size= part=",
     Cause: "code message leg= rank= peer= room= state= elapsed_s= param= because=",
-    Notification: "room rank incarnation",
+    m.Measured: "wait_s= wire_s= descriptors=",
+    Notification: "room rank incarnation placed= last=",
+    Introduction: "incarnation regions",
+    Placed: "chunk first pages row digest",
 }
 
 
@@ -251,6 +266,10 @@ def test_a_message_over_the_limit_is_refused_at_both_ends() -> None:
 def test_a_notification_round_trip_and_garbage() -> None:
     note = Notification((1 << 63) - 1, 3, (1 << 64) - 1)
     assert decode_notification(encode_notification(note)) == note
+    told = Notification(5, 0, 7, (Placed(0, 0, 16, False, 1), Placed(1, 16, 1, True, (1 << 64) - 1)), last=False)
+    assert decode_notification(encode_notification(told)) == told
+    news = Introduction(7, b"\x90")
+    assert decode_notification(encode_notification(news)) == news
     for data in (b"", b"\xc1", b"\x91\x01", b"\xa2\xff\xfe", encode_notification(note) + b"\x00"):
         assert decode_notification(data) is None
 

@@ -14,6 +14,7 @@ from kvferry.protocol.receiver import (
     AbortWriter,
     Ack,
     AnswerCommitted,
+    Check,
     Commit,
     HandOut,
     LeaveBatch,
@@ -92,14 +93,20 @@ class Driver:
         if self.machine.state is S.QUEUED:
             self.handle(V.ADMIT)
 
-    def received(self, rank: int, good: bool = True) -> None:
-        """Notifications come only once the destination is out."""
+    def received(self, rank: int, good: bool | None = True) -> None:
+        """Notifications come only once the destination is out. `good`: what the checks find; None: they take longer."""
         if rank not in self.ranks or HandOut() not in self.log or self.over:
             return
         self.acked.add(rank)
         self.take(self.machine.kvpoll, self.machine.rank_received(rank))
         if self.machine.all_received:
-            self.handle(V.ALL_RECEIVED if good else V.CHECK_FAILED)
+            self.handle(V.ALL_RECEIVED)
+            if good is not None:
+                self.checked(good)
+
+    def checked(self, good: bool) -> None:
+        if self.machine.state is S.CHECKING:
+            self.handle(V.CHECKED if good else V.CHECK_FAILED)
 
     def drained(self, rank: int, complete: bool) -> None:
         if rank in self.ranks and not self.over:
@@ -157,7 +164,8 @@ def test_two_ranks_from_open_to_done() -> None:
     driver.end_step()
     driver.finish()
     assert driver.log == [
-        HandOut(), NoteReceived(1), NoteReceived(1), NoteReceived(0), Commit(), LeaveBatch(), Release(),
+        HandOut(), NoteReceived(1), NoteReceived(1), NoteReceived(0), Check(), Commit(), LeaveBatch(),
+        Release(),
     ]  # fmt: skip
 
 
@@ -182,7 +190,7 @@ def test_under_prefill_complete_a_room_is_no_candidate_until_its_prompt_is_compu
     driver.admit()
     driver.handle(V.PREFILL_DONE)
     driver.received(0)
-    assert driver.log == [LineUp(), HandOut(), NoteReceived(0), Commit()]
+    assert driver.log == [LineUp(), HandOut(), NoteReceived(0), Check(), Commit()]
 
 
 @pytest.mark.parametrize("event", (*TOLD, V.STOP, V.FRONT_LOST, V.EXPIRED, V.FAIL, V.CHECK_FAILED))
@@ -278,6 +286,32 @@ def test_a_running_request_needs_neither_room_nor_prefill(event: ReceiverEvent) 
     assert driver.machine.state is S.RUNNING
 
 
+@pytest.mark.parametrize("event", [V.PREFILL_LOST, V.PREFILL_EXITED, V.REVOKED, V.UNKNOWN, V.DRAINED, V.ABORT])
+def test_a_room_that_is_being_checked_needs_no_prefill(event: ReceiverEvent) -> None:
+    """With the last notification all is written: losing prefill is no failure, and leaves no cause behind."""
+    driver = receiving(2)
+    driver.received(0)
+    driver.received(1, good=None)
+    assert driver.log[-1] == Check() and driver.machine.kvpoll is KVPoll.TRANSFERRING
+    driver.handle(event)
+    assert driver.machine.state is S.CHECKING and driver.machine.cause is None
+    driver.checked(True)
+    assert driver.log[-1] == Commit()
+
+
+@pytest.mark.parametrize(
+    "event", (V.ABORT_RUNNING, V.ROOM_LOST, V.STOP, V.FRONT_LOST, V.EXPIRED, V.FAIL, V.CHECK_FAILED)
+)
+def test_a_room_that_ends_while_it_is_checked_gives_its_pages_back_at_once(event: ReceiverEvent) -> None:
+    """Nobody can write to them any more: every rank's notification was its ack."""
+    driver = receiving(2)
+    driver.received(0)
+    driver.received(1, good=None)
+    driver.handle(event)
+    assert driver.log[-3:] == [Ack() if event in TOLD else Report(WHY), AbortWriter(), Release()]
+    assert driver.machine.kvpoll is KVPoll.FAILED and Commit() not in driver.log
+
+
 @pytest.mark.parametrize("event", [V.STOP, V.FRONT_LOST, V.ABORT_RUNNING])
 def test_a_running_step_holds_the_pages(event: ReceiverEvent) -> None:
     driver = running()
@@ -306,7 +340,9 @@ def test_a_retracted_request_gives_its_pages_back_when_no_forward_names_them() -
 ACTS = st.lists(
     st.one_of(
         st.sampled_from(["admit", "start_step", "end_step", "finish", "retract"]),
-        st.tuples(st.sampled_from(["received", "drained"]), st.integers(0, 1), st.booleans()),
+        st.tuples(st.just("drained"), st.integers(0, 1), st.booleans()),
+        st.tuples(st.just("received"), st.integers(0, 1), st.sampled_from([True, False, None])),
+        st.tuples(st.just("checked"), st.booleans()),
         st.sampled_from([*TOLD, *FOUND, V.UNKNOWN]),
     ),
     max_size=30,
@@ -318,8 +354,8 @@ def play(driver: Driver, acts: list[object]) -> None:
         match act:
             case ReceiverEvent():
                 driver.handle(act)
-            case (str() as name, rank, flag):
-                getattr(driver, name)(rank, flag)
+            case (str() as name, *arguments):
+                getattr(driver, name)(*arguments)
             case str():
                 getattr(driver, act)()
 
@@ -343,8 +379,9 @@ def test_every_room_is_forgotten_once_its_proof_has_come(acts: list[object], ran
 @pytest.mark.parametrize(
     ("events", "illegal"),
     [
-        ((), (V.ALL_RECEIVED, V.CHECK_FAILED, V.FINISHED, V.RETRACT)),
-        ((V.ADMIT,), (V.ADMIT, V.FINISHED, V.RETRACT)),
+        ((), (V.ALL_RECEIVED, V.CHECKED, V.CHECK_FAILED, V.FINISHED, V.RETRACT)),
+        ((V.ADMIT,), (V.ADMIT, V.CHECKED, V.FINISHED, V.RETRACT)),
+        ((V.ADMIT, V.ALL_RECEIVED), (V.ADMIT, V.ALL_RECEIVED, V.FINISHED, V.RETRACT)),
         ((V.ADMIT, V.ABORT), (V.ADMIT, V.FINISHED, V.RETRACT)),
         ((V.ABORT,), (V.ADMIT, V.FINISHED, V.RETRACT)),
     ],

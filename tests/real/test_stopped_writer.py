@@ -26,7 +26,12 @@ def config(transports: str, decode_pages: int, **decode: Any) -> dict[str, Any]:
         "prefill": {"instances": 2, "pool_pages": 128},
         "decode": {"pool_pages": decode_pages} | decode,
         "links": {"heartbeat_s": 0.3, "silence_s": 2.0},
-        "transfer": {"transports": transports, "faults": {"delay_ms": 1000}},
+        "transfer": {
+            # On one host the backend is `local`; tcp on one host has to be asked for.
+            "backend": "auto" if transports == "host" else "ucx",
+            "transports": transports,
+            "faults": {"delay_ms": 1000},
+        },
     }
 
 

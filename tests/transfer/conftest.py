@@ -1,6 +1,7 @@
 """Shared by the tests of the data plane: real memory with a pattern in it, and endpoints that are closed for sure."""
 
 import asyncio
+import ctypes
 import os
 import threading
 import time
@@ -9,10 +10,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from kvferry.transfer.contract import Region, RegionKind
+from kvferry.transfer.contract import Region, RegionKind, decode_descriptor, encode_descriptor
 from kvferry.transfer.cost import Costs
 from kvferry.transfer.fake import FakeFabric
 from kvferry.transfer.faulty import FaultyEndpoint
+from kvferry.transfer.local import LocalEndpoint
+from kvferry.transfer.shared import Area
 from kvferry.transfer.staging.endpoint import StagingEndpoint, StagingSizes
 from kvferry.transfer.ucx import UcxEndpoint
 
@@ -20,15 +23,18 @@ LAYERS, PAGES, PAGE_BYTES, ROW_BYTES = 3, 80, 4096, 64
 
 
 class Memory:
-    """K and V of three layers and metadata rows, in real memory. `seed` None leaves it zero."""
+    """K and V of three layers and metadata rows, in memory that can be shared. `seed` None leaves it zero."""
 
     def __init__(self, seed=None, pages=PAGES, page_bytes=PAGE_BYTES):
         sizes = [pages * page_bytes] * (2 * LAYERS) + [4 * ROW_BYTES]
-        if seed is None:
-            self.arrays = [np.zeros(size, np.uint8) for size in sizes]
-        else:
+        self.area = Area(sum(sizes))
+        self.areas = [self.area]
+        whole = np.frombuffer(self.area.buffer, np.uint8)
+        self.arrays = np.split(whole[: sum(sizes)], np.cumsum(sizes)[:-1])
+        if seed is not None:
             random = np.random.default_rng(seed)
-            self.arrays = [random.integers(1, 256, size, dtype=np.uint8) for size in sizes]
+            for array in self.arrays:
+                array[:] = random.integers(1, 256, array.size, dtype=np.uint8)
         pools = (
             Region(RegionKind.PAGES, "kv"[index % 2], index // 2, array.ctypes.data, page_bytes, pages, 0, 1)
             for index, array in enumerate(self.arrays[:-1])
@@ -116,6 +122,18 @@ class Tools:
     async def open_staging(*args, **options):
         return await open_staging(*args, **options)
 
+    @staticmethod
+    def hex_of(descriptor):
+        return encode_descriptor(descriptor).hex().encode()
+
+    @staticmethod
+    def descriptor_of(text):
+        return decode_descriptor(bytes.fromhex(text))
+
+    @staticmethod
+    def stop_flag():
+        return ctypes.c_int32(0)
+
 
 @pytest.fixture
 def no_survivors():
@@ -132,6 +150,15 @@ def sockets():
         except FileNotFoundError:  # the descriptor of the listing itself
             continue
     return sorted(link for link in links if link.startswith("socket:"))
+
+
+def endpoint_of(kind, memory, incarnation, on_notify, **options):
+    """A real endpoint: "local", "ucx-host" or "ucx-tcp"."""
+    options |= {"regions": memory.regions, "incarnation": incarnation, "on_notify": on_notify, "now_s": time.monotonic}
+    options |= {"loop": asyncio.get_running_loop()}
+    if kind == "local":
+        return LocalEndpoint(areas=memory.areas, **options)
+    return UcxEndpoint(transports=kind.removeprefix("ucx-"), **options)
 
 
 #: Small enough for several pieces of the little memory above; staging always pays.
@@ -183,15 +210,8 @@ async def open_site(kind, fabric, incarnation, memory, **options):
         inner = fabric.endpoint(memory.regions, incarnation, site.hear)
         site.endpoint = FaultyEndpoint(inner, delay_s=0.001, stall_after=-1, sleep=asyncio.sleep, loop=loop)
     else:
-        site.endpoint = UcxEndpoint(
-            regions=memory.regions,
-            incarnation=incarnation,
-            on_notify=site.hear,
-            loop=loop,
-            now_s=time.monotonic,
-            transports=kind.removeprefix("ucx-"),
-            batch_bytes=256 * 1024,
-            **options,
+        site.endpoint = endpoint_of(
+            kind, memory, incarnation, lambda *note: site.hear(*note), batch_bytes=256 * 1024, **options
         )
     return site
 

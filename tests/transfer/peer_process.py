@@ -1,4 +1,4 @@
-"""A target in a process of its own: `python peer_process.py TRANSPORTS INCARNATION SEED WRITER`.
+"""A target in a process of its own: `python peer_process.py KIND INCARNATION SEED WRITER`.
 
 Prints its descriptor for that writer in hex. At each notification, a JSON list [source pages, target pages], it
 compares its memory, byte by byte, with what a source filled from SEED must have put there, and prints "right" or
@@ -8,13 +8,11 @@ compares its memory, byte by byte, with what a source filled from SEED must have
 import asyncio
 import json
 import sys
-import time
 
 import numpy as np
-from conftest import Memory
+from conftest import Memory, endpoint_of
 
 from kvferry.transfer.contract import encode_descriptor
-from kvferry.transfer.ucx import UcxEndpoint
 
 
 def verdict(memory, source, payload):
@@ -27,15 +25,10 @@ def verdict(memory, source, payload):
     return "right"
 
 
-async def main(transports, incarnation, seed, writer):
+async def main(kind, incarnation, seed, writer):
     memory, source, loop = Memory(), Memory(seed), asyncio.get_running_loop()
-    endpoint = UcxEndpoint(
-        regions=memory.regions,
-        incarnation=incarnation,
-        on_notify=lambda agent, payload: print(verdict(memory, source, payload), agent, flush=True),
-        loop=loop,
-        now_s=time.monotonic,
-        transports=transports,
+    endpoint = endpoint_of(
+        kind, memory, incarnation, lambda agent, payload: print(verdict(memory, source, payload), agent, flush=True)
     )
     endpoint.expect(+1)
     print(encode_descriptor(await endpoint.accept(writer)).hex(), flush=True)

@@ -8,7 +8,7 @@ from kvferry.transfer.page_plan import page_blocks
 from kvferry.transfer.plan import pair, plan_pages, plan_row
 from kvferry.transfer.spans import make_spans, no_spans
 
-KINDS = ["fake", "faulty", "ucx-host", "ucx-tcp", "staging-fake", "staging-ucx-host", "staging-ucx-tcp"]
+KINDS = ["fake", "faulty", "ucx-host", "ucx-tcp", "local", "staging-fake", "staging-ucx-host", "staging-ucx-tcp"]
 ROUND = 4 * 1024 * 1024
 
 
@@ -216,10 +216,17 @@ async def test_what_is_not_a_descriptor_is_refused():
 
 async def test_proofs_are_those_of_the_transport(make_site, tools):
     proofs = {}
-    for number, kind in enumerate(("ucx-host", "ucx-tcp")):
-        endpoint = (await make_site(kind, number, tools.Memory())).endpoint
-        proofs[kind] = (endpoint.proofs.drained, endpoint.proofs.exited, endpoint.proofs.revoked)
-    assert proofs == {"ucx-host": (True, True, False), "ucx-tcp": (True, False, True)}
+    for number, kind in enumerate(("ucx-host", "ucx-tcp", "local", "staging-ucx-host", "staging-ucx-tcp")):
+        of = (await (await make_site(kind, number, tools.Memory())).endpoint.accept(9)).proofs
+        proofs[kind] = (of.drained, of.exited, of.revoked)
+    host, tcp = (True, True, False), (True, False, True)
+    assert proofs == {
+        "ucx-host": host,
+        "ucx-tcp": tcp,
+        "local": host,
+        "staging-ucx-host": host,
+        "staging-ucx-tcp": tcp,
+    }
 
 
 async def test_each_writer_has_a_descriptor_of_its_own_until_it_is_revoked(ends):
@@ -230,7 +237,7 @@ async def test_each_writer_has_a_descriptor_of_its_own_until_it_is_revoked(ends)
     proof = await target.endpoint.revoke(0x51)
     again = await target.endpoint.accept(0x51)
     assert again.agent not in (first.agent, other.agent)
-    if target.endpoint.proofs.revoked:
+    if first.proofs.revoked:
         assert (proof.writer, proof.generation) == (0x51, first.generation)
     else:
         assert proof is None

@@ -41,11 +41,11 @@ class Writer:
 async def start_writer():
     started = []
 
-    async def start(transports):
+    async def start(kind):
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             str(Path(__file__).with_name("writer_process.py")),
-            transports,
+            kind,
             str(WRITER),
             "5",
             stdin=asyncio.subprocess.PIPE,
@@ -80,10 +80,10 @@ async def changes(array, tools):
     await tools.soon(lambda: array.any())
 
 
-@pytest.fixture(params=["host", "tcp"])
+@pytest.fixture(params=["ucx-host", "ucx-tcp", "local"])
 async def under_attack(request, make_site, start_writer, tools):
     """(target, writer, memory): a stopped writer in mid-write, and the memory that it writes to."""
-    target = await make_site(f"ucx-{request.param}", 0xB, tools.Memory())
+    target = await make_site(request.param, 0xB, tools.Memory())
     target.endpoint.expect(+1)
     writer = await start_writer(request.param)
     writer.write_to(await target.endpoint.accept(WRITER))
@@ -95,7 +95,7 @@ async def under_attack(request, make_site, start_writer, tools):
     return target, writer, memory
 
 
-@pytest.mark.parametrize("under_attack", ["tcp"], indirect=True)
+@pytest.mark.parametrize("under_attack", ["ucx-tcp"], indirect=True)
 async def test_nothing_lands_after_the_writers_agent_is_revoked(under_attack, make_site, tools):
     """A writer that was stopped in mid-write and continues: its pages are somebody else's by then."""
     target, writer, memory = under_attack
@@ -118,7 +118,7 @@ async def test_nothing_lands_after_the_writers_agent_is_revoked(under_attack, ma
     await changes(memory, tools)
 
 
-@pytest.mark.parametrize("under_attack", ["host"], indirect=True)
+@pytest.mark.parametrize("under_attack", ["ucx-host", "local"], indirect=True)
 async def test_on_one_host_a_stopped_writer_copies_on_when_it_continues(under_attack, tools):
     """It reaches memory by itself, so that only its end, or its own word, is proof; revoking is none."""
     target, writer, memory = under_attack
@@ -130,7 +130,7 @@ async def test_on_one_host_a_stopped_writer_copies_on_when_it_continues(under_at
     assert await writer.says() == "broken"
 
 
-@pytest.mark.parametrize("under_attack", ["tcp"], indirect=True)
+@pytest.mark.parametrize("under_attack", ["ucx-tcp"], indirect=True)
 async def test_what_a_dead_writer_left_in_the_socket_goes_with_the_agent(under_attack):
     target, writer, memory = under_attack
     target.endpoint.expect(-1)  # it looks rarely, so there is something left

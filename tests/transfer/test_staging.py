@@ -6,10 +6,11 @@ import asyncio
 import threading
 import time
 
+import msgspec
 import numpy as np
 import pytest
 
-from kvferry.transfer.contract import TransferError, WriteOutcome
+from kvferry.transfer.contract import TransferError, WriteOutcome, decode_descriptor, encode_descriptor
 from kvferry.transfer.cost import Costs
 from kvferry.transfer.fake import HOST, TCP, FakeFabric
 from kvferry.transfer.page_plan import page_blocks
@@ -115,6 +116,7 @@ async def test_every_slice_lies_there_when_the_write_ends(any_pair, layout, tool
         slices_bytes(PAGES),
     ) and handle.result is result
     assert pair.right(of, pages)
+    assert result.descriptors == 12 and result.wait_s >= 0 and result.wire_s > 0  # one of each piece
     pair.source.endpoint.notify(pair.peer, b"all of it")
     await tools.soon(lambda: seen)
     assert seen == [True] and [payload for _, payload in pair.target.notes] == [b"all of it"]
@@ -148,8 +150,24 @@ async def test_what_does_not_pay_goes_straight(any_pair, tools):
     of, pages = shuffled()
     outcome = tools.Outcome()
     pair.write(of, pages, outcome)
-    assert (await outcome).size_bytes == slices_bytes(PAGES) and pair.right(of, pages)
+    result = await outcome
+    assert result.size_bytes == slices_bytes(PAGES) and pair.right(of, pages)
     assert not pair.source.endpoint.counts
+    # A slice of every token, head by head where the other side has them beside others: 40 pages of 4 tokens, 4 regions.
+    assert result.descriptors == 640 and result.wait_s >= 0 and result.wire_s > 0
+
+
+async def test_what_was_never_posted_took_no_time(any_pair, tools):
+    pair = await any_pair("4 to 1")
+    of, pages = shuffled()
+    outcomes = [tools.Outcome() for _ in range(2)]
+    handles = [pair.write(of, pages, outcome) for outcome in outcomes]
+    for handle in reversed(handles):
+        pair.source.endpoint.cancel(handle)
+    for outcome in outcomes:
+        result = await outcome
+        assert (result.outcome, result.size_bytes) == (WriteOutcome.CANCELLED, 0)
+        assert (result.wait_s, result.wire_s, result.descriptors) == (None, None, None)
 
 
 async def test_a_cancelled_write_ends_when_nothing_of_it_can_come_any_more(any_pair, tools):
@@ -267,7 +285,7 @@ async def test_revoke_waits_for_the_copy_under_way_and_nothing_is_scattered_afte
     assert not revoked.done()
     gate.open.set()
     proof = await revoked
-    assert (proof is not None) == pair.target.endpoint.proofs.revoked
+    assert (proof is not None) == pair.peer.descriptor.proofs.revoked
     after = [array.copy() for array in pair.target.memory.arrays]
     assert (await outcome).outcome is WriteOutcome.BROKEN
     await asyncio.sleep(0.1)
@@ -376,6 +394,23 @@ async def test_a_process_that_stages_and_one_that_does_not_refuse_each_other(mak
         await plain.endpoint.connect(await staging.endpoint.accept(TARGET))
     with pytest.raises(TransferError, match=r"backend is 'fake' there, 'fake\+staging' here"):
         await staging.endpoint.connect(await plain.endpoint.accept(SOURCE))
+
+
+async def test_a_descriptor_says_what_the_one_within_says_of_its_writer(pair_on):
+    """Proofs are those of the pair, and the writer's host is known to whom they depend on it."""
+    pair = await pair_on(HOST)
+    hosts, accept = [], pair.target.inner.accept
+
+    async def heard(writer, host=""):
+        hosts.append(host)
+        return msgspec.structs.replace(await accept(writer, host), proofs=TCP, why="far", at="there")
+
+    pair.target.inner.accept = heard
+    assert (await pair.target.endpoint.accept(SOURCE)).proofs == TCP and hosts == [""]
+    descriptor = decode_descriptor(encode_descriptor(await pair.target.endpoint.accept(SOURCE, "one")))
+    assert hosts == ["", "one"]
+    assert (descriptor.proofs, descriptor.why, descriptor.at) == (TCP, "far", "there")
+    assert pair.peer.descriptor.proofs == pair.peer.inner.descriptor.proofs == HOST
 
 
 async def test_both_ends_write_to_each_other(pair_on, tools):

@@ -1,4 +1,4 @@
-"""A writer in a process of its own: `python writer_process.py TRANSPORTS INCARNATION SEED`.
+"""A writer in a process of its own: `python writer_process.py KIND INCARNATION SEED`.
 
 Reads descriptors in hex, one a line. To the target of each it writes its first region, again and again, and prints
 "writing" once the first round is flushed; when a write breaks it prints "broken" and reads the next line.
@@ -6,25 +6,16 @@ Reads descriptors in hex, one a line. To the target of each it writes its first 
 
 import asyncio
 import sys
-import time
 
-from conftest import Memory, Outcome
+from conftest import Memory, Outcome, endpoint_of
 
 from kvferry.transfer.contract import WriteOutcome, decode_descriptor
 from kvferry.transfer.spans import make_spans, region_bytes
-from kvferry.transfer.ucx import UcxEndpoint
 
 
-async def main(transports, incarnation, seed):
-    memory, loop = Memory(seed), asyncio.get_running_loop()
-    endpoint = UcxEndpoint(
-        regions=memory.regions,
-        incarnation=incarnation,
-        on_notify=lambda agent, payload: None,
-        loop=loop,
-        now_s=time.monotonic,
-        transports=transports,
-    )
+async def main(kind, incarnation, seed):
+    memory = Memory(seed)
+    endpoint = endpoint_of(kind, memory, incarnation, lambda agent, payload: None)
     size_bytes = region_bytes(memory.regions)[0]
     while line := await asyncio.to_thread(sys.stdin.readline):
         peer = await endpoint.connect(decode_descriptor(bytes.fromhex(line)))

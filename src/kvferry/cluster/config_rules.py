@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvferry.protocol.rank import EARLY, PREFILL_COMPLETE
+from kvferry.transfer.nics import check_form
 
 if TYPE_CHECKING:
     from kvferry.cluster.config import Config
@@ -76,9 +77,11 @@ RANGES: dict[str, Range] = {
     "transfer.poll_busy_ms": Range(0, 1000, "ms"),
     "transfer.poll_idle_ms": Range(0, 1000, "ms", open_low=True),
     "transfer.max_agents": Range(2, 65_536),
+    "transfer.self_test_s": Range(0, 86_400, "seconds (0: none)"),
     "transfer.faults.delay_ms": Range(0, 600_000, "ms"),
     "transfer.faults.stall_after": Range(-1, 2**31 - 1, "writes (-1: never)"),
     "transfer.faults.late_after_abort_ms": Range(0, 600_000, "ms (0: never)"),
+    "transfer.faults.flip_after": Range(-1, 2**31 - 1, "writes (-1: never)"),
     "clocks.prefill_wait_s": _SECONDS,
     "clocks.transfer_wait_s": _SECONDS,
     "clocks.admission_wait_s": _SECONDS,
@@ -117,7 +120,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "router.policy": ("predicted", "power_of_two", "round_robin", "random"),
     "router.dp_choice": ("follow_bootstrap_room", "load"),
     "transfer.policy": (EARLY, PREFILL_COMPLETE),
-    "transfer.backend": ("ucx",),
+    "transfer.backend": ("auto", "local", "ucx"),
     "links.carrier": ("zmq", "ray"),
     "model.dtype": ("float32", "bfloat16", "float16"),
     "cluster.ingress": ("serve", "haproxy"),
@@ -169,6 +172,16 @@ def _single(config: Config) -> Iterator[Complaint]:
     for index, key in enumerate(config.api.keys):
         if not API_KEY.fullmatch(key):
             yield f"api.keys[{index}]", HIDDEN, API_KEY_RULE
+
+
+def _wire(config: Config) -> Iterator[Complaint]:
+    value = config.transfer.ib_device
+    if value is None:
+        return
+    if wrong := check_form(value):
+        yield "transfer.ib_device", value, wrong
+    elif config.transfer.one_host:
+        yield "transfer.ib_device", value, "null, where transfer.transports is host: nothing goes by a network device"
 
 
 def _chunk(config: Config) -> Iterator[Complaint]:
@@ -246,5 +259,5 @@ def _calls(config: Config) -> Iterator[Complaint]:
 
 
 CONTRADICTIONS: tuple[Callable[[Config], Iterator[Complaint]], ...] = (
-    _somebody, _chunk, _running, _breaker, _calls, _silence, _poll, _ingress, _slots,
+    _somebody, _chunk, _wire, _running, _breaker, _calls, _silence, _poll, _ingress, _slots,
 )  # fmt: skip

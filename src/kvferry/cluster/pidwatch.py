@@ -6,15 +6,16 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
-from pathlib import Path
 
 from kvferry.protocol.address import Address
+from kvferry.transfer.shared import host_identity
 
 
 def host_id() -> str:
-    """Names this kernel's boot and our pid namespace: where it is equal, a pid means the same process."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}:{Path('/proc/self/ns/pid').stat().st_ino}"
+    """Names this kernel's boot and our namespaces: where it is equal, a pid means the same process, and memory can be
+    shared.
+    """
+    return host_identity()
 
 
 class PidfdWatch:

@@ -24,6 +24,6 @@ def target_node(config: Config, nodes: Sequence[dict[str, Any]], ours: Mapping[s
     """
     slot = config.cluster.slot_resource
     slots = {node["NodeID"]: node["Resources"][slot] for node in nodes if node["Alive"] and slot in node["Resources"]}
-    if config.transfer.transports != "host":
+    if not config.transfer.one_host:
         slots = {name: number - ours.get(name, 0) for name, number in slots.items()}
     return max(slots, key=lambda name: (slots[name], name), default=None)

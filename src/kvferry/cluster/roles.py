@@ -28,12 +28,14 @@ from kvferry.engine.contract import Engine
 from kvferry.engine.text import TokenizerTexts
 from kvferry.protocol.address import Address
 from kvferry.protocol.rank import RankInfo
-from kvferry.transfer.backends import make_endpoint
+from kvferry.transfer.backends import Site, make_endpoint
 from kvferry.transfer.contract import Endpoint, OnNotify
+from kvferry.transfer.digest import ThreadDigests
 from kvferry.transfer.nowhere import Nowhere
 
 if TYPE_CHECKING:
     from kvferry.engine.loader import Loaded
+    from kvferry.engine.torch_engine import TorchEngine
 
 LOOKUP_TIMEOUT_S = 5.0
 
@@ -68,7 +70,7 @@ async def build_role(role: str, name: str, config: Config) -> Actor:
 def _registry(config: Config, network: Network) -> Registry:
     settings, follow = config.registry, config.router.dp_choice == "follow_bootstrap_room"
     parts: dict[str, Any] = {
-        "one_host": config.transfer.transports == "host",
+        "one_host": config.transfer.one_host,
         "rooms": RoomRanks(settings.rooms, settings.room_s, follow),
     }
     clock, mailbox = SystemClock(), config.links.mailbox
@@ -94,7 +96,8 @@ async def _leader(role: str, name: str, config: Config, network: Network, resolv
     settings: PrefillSettings | DecodeSettings | UnifiedSettings = getattr(config, role)
     # A metadata row per room that can be held, those included that only wait for proof.
     sizes = (settings.pool_pages, settings.max_rooms, settings.threads)
-    loaded, engine = await asyncio.to_thread(load_engine, config, *sizes)
+    shared = config.transfer.shares_memory and role != "unified"
+    loaded, engine = await asyncio.to_thread(load_engine, config, *sizes, shared=shared)
     texts = TokenizerTexts(loaded.tokenizer, loaded.eos_token_ids)
     inbox = Inbox()
     endpoint: Endpoint = Nowhere()
@@ -102,7 +105,10 @@ async def _leader(role: str, name: str, config: Config, network: Network, resolv
         endpoint = await _endpoint(config, engine, network, inbox)
     info = _rank_info(role, name, config, network.address, engine)
     mailbox, clocks = config.links.mailbox, config.clocks
-    parts = Parts(network, clock, mailbox, resolve, engine, texts, endpoint, info, clocks, settings.max_rooms)
+    digests = ThreadDigests(engine.regions()) if config.transfer.checksum and role != "unified" else None
+    parts = Parts(
+        network, clock, mailbox, resolve, engine, texts, endpoint, info, clocks, settings.max_rooms, digests=digests
+    )
     if role == "prefill":
         return Prefill(parts, config.prefill)
     if role == "unified":
@@ -112,8 +118,12 @@ async def _leader(role: str, name: str, config: Config, network: Network, resolv
     return decode
 
 
-def load_engine(config: Config, pages: int, rows: int, threads: int) -> tuple[Loaded, Engine]:
-    """The configured model with a pool of its own; `rows` metadata rows. Blocks for seconds."""
+def load_engine(
+    config: Config, pages: int, rows: int, threads: int, shared: bool = False
+) -> tuple[Loaded, TorchEngine]:
+    """The configured model with a pool of its own, which others may map if it is `shared`; `rows` metadata rows. Blocks
+    for seconds.
+    """
     # Imported where a model is loaded: torch and transformers are no concern of the registry and the routers, which
     # start in a quarter of the time without them.
     from kvferry.engine.loader import load
@@ -127,23 +137,24 @@ def load_engine(config: Config, pages: int, rows: int, threads: int) -> tuple[Lo
         metadata_rows=rows,
         threads=threads,
         now_s=SystemClock().now_s,
+        shared=shared,
     )
     return loaded, engine
 
 
-async def _endpoint(config: Config, engine: Engine, network: Network, inbox: OnNotify) -> Endpoint:
+async def _endpoint(config: Config, engine: TorchEngine, network: Network, inbox: OnNotify) -> Endpoint:
     clock = SystemClock()
-    return await asyncio.to_thread(
-        make_endpoint,
-        config.transfer,
+    site = Site(
         host=own_host(config.cluster.bind_host),
+        kernel=network.address.host,
         regions=engine.regions(),
+        areas=engine.areas(),
         incarnation=network.address.incarnation,
         on_notify=inbox,
         loop=asyncio.get_running_loop(),
         now_s=clock.now_s,
-        sleep=clock.sleep,
     )
+    return await asyncio.to_thread(make_endpoint, config.transfer, site, sleep=clock.sleep)
 
 
 def _rank_info(role: str, name: str, config: Config, address: Address, engine: Engine) -> RankInfo:

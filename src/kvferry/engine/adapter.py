@@ -107,7 +107,7 @@ class Adapter:
         if silent:
             raise ConfigError("model.model", f"{name}: layers {silent} keep no K and V", _SUPPORTED)
 
-    def pool(self, *, pages: int, page_size: int, metadata_rows: int) -> KVPool:
+    def pool(self, *, pages: int, page_size: int, metadata_rows: int, shared: bool = False) -> KVPool:
         return KVPool(
             layers=self.layers,
             pages=pages,
@@ -116,6 +116,7 @@ class Adapter:
             head_dim=self.head_dim,
             dtype=self.dtype,
             metadata_rows=metadata_rows,
+            shared=shared,
         )
 
     @torch.inference_mode()

@@ -15,6 +15,7 @@ import torch
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.metadata import ROW_BYTES
 from kvferry.transfer.contract import Region, RegionKind
+from kvferry.transfer.shared import Area
 
 _ALIGN_BYTES = 4096
 
@@ -22,14 +23,20 @@ _ALIGN_BYTES = 4096
 class Arena:
     """Zeroed host memory, handed out in page-aligned pieces and never given back one by one.
 
-    Private and anonymous, with huge pages asked for where the kernel has them. It lives as long as any tensor in it.
+    Private and anonymous, with huge pages asked for where the kernel has them; or `shared`: other processes may map
+    `area`, and huge pages are rare. It lives as long as any tensor in it.
     """
 
-    def __init__(self, size_bytes: int) -> None:
-        self._map = mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with suppress(OSError):  # a kernel without huge pages says EINVAL; small pages do as well
-            self._map.madvise(mmap.MADV_HUGEPAGE)
-        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+    def __init__(self, size_bytes: int, shared: bool = False) -> None:
+        self.area: Area | None = None
+        if shared:
+            self.area = Area(size_bytes)
+            memory = self.area.buffer
+        else:
+            memory = mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with suppress(OSError):  # a kernel without huge pages says EINVAL; small pages do as well
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._used = 0
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -47,7 +54,8 @@ def aligned(size_bytes: int) -> int:
 class KVPool:
     """`pages` usable pages (ids 0 .. pages - 1) of `page_size` tokens, and `metadata_rows` rows of `ROW_BYTES`.
 
-    `k[layer]`, `v[layer]`: [pages, page_size, kv_heads, head_dim] of `dtype`. Raises ConfigError for a size below 1.
+    `k[layer]`, `v[layer]`: [pages, page_size, kv_heads, head_dim] of `dtype`. `shared`: other processes may map the
+    memory, which is in `areas`. Raises ConfigError for a size below 1.
     """
 
     def __init__(
@@ -60,6 +68,7 @@ class KVPool:
         head_dim: int,
         dtype: torch.dtype,
         metadata_rows: int,
+        shared: bool = False,
     ) -> None:
         for name, value in (("pages", pages), ("page_size", page_size), ("metadata_rows", metadata_rows)):
             if value < 1:
@@ -68,7 +77,8 @@ class KVPool:
         shape = (pages, page_size, kv_heads, head_dim)
         self.page_bytes = prod(shape[1:]) * dtype.itemsize
         row_bytes = metadata_rows * ROW_BYTES
-        arena = Arena(2 * layers * aligned(pages * self.page_bytes) + aligned(row_bytes))
+        arena = Arena(2 * layers * aligned(pages * self.page_bytes) + aligned(row_bytes), shared)
+        self.areas = () if arena.area is None else (arena.area,)
         self.k = [arena.take(shape, dtype) for _ in range(layers)]
         self.v = [arena.take(shape, dtype) for _ in range(layers)]
         self.metadata = arena.take((metadata_rows, ROW_BYTES), torch.uint8)

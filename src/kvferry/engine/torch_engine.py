@@ -17,13 +17,14 @@ from kvferry.engine.rules import check_plan
 from kvferry.engine.sampler import sample
 from kvferry.protocol.rank import Layout
 from kvferry.transfer.contract import Region
+from kvferry.transfer.shared import Area
 
 
 class TorchEngine:
     """Implements `kvferry.engine.contract.Engine`. Takes the loaded model over (patches change it in place).
 
     Raises ConfigError for a model that it can't serve and for sizes below 1. Cancelling a `step` that runs does not
-    stop its forward: its pages are written until it, or `close`, has ended.
+    stop its forward: its pages are written until it, or `close`, has ended. `shared`: other processes may map the pool.
     """
 
     def __init__(
@@ -36,13 +37,14 @@ class TorchEngine:
         threads: int,
         now_s: Callable[[], float],
         patches: bool = True,
+        shared: bool = False,
     ) -> None:
         self._now_s = now_s
         self._eos_token_ids = loaded.eos_token_ids
         if patches:
             apply_cpu_patches(loaded.model)
         self._adapter = Adapter(loaded)
-        self._pool = self._adapter.pool(pages=pages, page_size=page_size, metadata_rows=metadata_rows)
+        self._pool = self._adapter.pool(pages=pages, page_size=page_size, metadata_rows=metadata_rows, shared=shared)
         # torch keeps the number of threads per calling thread, so it is set on the one that computes
         self._executor = ThreadPoolExecutor(1, "engine", torch.set_num_threads, (threads,))
         self._limits = EngineLimits(
@@ -75,6 +77,10 @@ class TorchEngine:
 
     def regions(self) -> tuple[Region, ...]:
         return self._pool.regions()
+
+    def areas(self) -> tuple[Area, ...]:
+        """The pool's memory, as other processes may map it; nothing unless it is `shared`."""
+        return self._pool.areas
 
     def metadata_row(self, slot: int) -> memoryview:
         return self._pool.metadata_row(slot)

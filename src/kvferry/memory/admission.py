@@ -6,9 +6,10 @@ its next attempt. One that receives can't be retracted, since a peer writes to i
 oldest candidate comes in; one that does not fit holds back the younger ones.
 
 (a) Every request that is in could run to its end if all other running ones were retracted: what is neither
-    quarantined nor taken by receiving requests covers its need. A request's own pages count towards its need, so a
-    request that needs the whole pool can come in alone. A receiving request that commits takes nothing from the
-    others, one that fails turns receiving pages into quarantined ones: so the rule goes on holding by itself.
+    quarantined, retired nor taken by receiving requests covers its need. A request's own pages count towards its need,
+    so a request that needs the whole pool can come in alone. A receiving request that commits takes nothing from the
+    others, one that fails turns receiving pages into quarantined ones: so the rule goes on holding by itself, until a
+    page is retired.
 (b) Nothing that runs is retracted for a candidate: after it there is still a free page for each of them.
 
 With (a), the oldest that runs always gets its next page, and it is never retracted: so it finishes, then the next.
@@ -120,7 +121,7 @@ class Admission:
 
     def _all_can_finish(self, candidate: Claim) -> bool:
         """Rule (a)."""
-        lasting = self._ledger.total - self._ledger.quarantined
+        lasting = self._ledger.lasting
         initial = candidate.initial if self._receives else 0
         receiving = initial + sum(claim.pages for claim in self.receiving.values())
         if lasting - receiving + initial < candidate.need:
@@ -150,6 +151,8 @@ class Admission:
         if missing <= 0 or self._ledger.extend(claim.holding, missing):
             return None
         victim = self._victim()
+        if victim is None and self._ledger.retired and self._ledger.lasting < claim.need:
+            return claim  # the pool has become too small for it
         if victim is None:
             held = f"{claim.pages} of {claim.need} pages; {self._ledger.counts()}"
             raise LedgerError(f"room {claim.key}: the oldest request that runs finds no page: it has {held}")

@@ -1,9 +1,10 @@
 """The page ledger: who owns which page, and the one way back to the free list.
 
 Each page is in exactly one state, the first that fits: quarantined, leased (a peer may write or read it), owned,
-cached, free. A page changes hands only as part of a *holding*: pages (and metadata rows) reserved together for
-one room, extended while nobody else may use them, and released together, on proof. Holdings may share pages that nobody
-writes any more: each is released on its own proof, and a page is free when the last holding that has it is gone.
+cached, free; or *retired*, for good: what was written to it was found changed, more than once. A page changes hands
+only as part of a *holding*: pages (and metadata rows) reserved together for one room, extended while nobody else may
+use them, and released together, on proof. Holdings may share pages that nobody writes any more: each is released on its
+own proof, and a page is free when the last holding that has it is gone.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from kvferry.protocol.errors import LedgerError
 
 
 class PageCounts(msgspec.Struct, frozen=True):
-    """Pages by state; the five states add up to `total`."""
+    """Pages by state; the states add up to `total`."""
 
     total: int
     free: int
@@ -27,14 +28,16 @@ class PageCounts(msgspec.Struct, frozen=True):
     leased: int
     cached: int
     quarantined: int
+    retired: int = 0
 
     @property
     def conserved(self) -> bool:
-        return self.total == self.free + self.owned + self.leased + self.cached + self.quarantined
+        held = self.owned + self.leased + self.cached + self.quarantined
+        return self.total == self.free + held + self.retired
 
     @property
     def at_baseline(self) -> bool:
-        """Nothing in use: owned = leased = quarantined = 0 and free + cached = total."""
+        """Nothing in use: owned = leased = quarantined = 0 and free + cached + retired = total."""
         return self.conserved and not (self.owned or self.leased or self.quarantined)
 
 
@@ -73,6 +76,9 @@ class PageLedger:
         self._free_rows: deque[int] = deque(range(rows))
         self._holdings: dict[int, Holding] = {}
         self._holders: Counter[int] = Counter()  # page -> how many holdings have it
+        self._blamed: Counter[int] = Counter()  # page -> checks that have failed with it alone
+        self._suspected: Counter[int] = Counter()  # page -> checks that have failed with it among others
+        self._retired: set[int] = set()
         self._next = 1
 
     @property
@@ -87,6 +93,34 @@ class PageLedger:
     def quarantined(self) -> int:
         """Pages that wait for proof: they may come back late, or never."""
         return len({page for holding in self._holdings.values() if holding.quarantined for page in holding.pages})
+
+    @property
+    def retired(self) -> int:
+        """Pages that are not handed out any more."""
+        return len(self._retired)
+
+    @property
+    def lasting(self) -> int:
+        """Pages that can be counted on: neither quarantined nor retired."""
+        return self.total - self.quarantined - len(self._retired)
+
+    def blame(self, pages: Iterable[int]) -> None:
+        """What was written to these pages, which somebody holds, lies there changed. A page that this happens to for
+        the `RETIRED_AT`th time is retired: it is not handed out again when its holders have released it.
+
+        Where it is one of several, nobody knows which of them; those that pass a check before they fail another one
+        are cleared.
+        """
+        pages = tuple(pages)
+        for page in pages:
+            if not self._holders[page]:
+                raise LedgerError(f"page {page} can't be blamed: nobody holds it")
+        (self._blamed if len(pages) == 1 else self._suspected).update(pages)
+
+    def clear(self, pages: Iterable[int]) -> None:
+        """What was written to these pages lies there as it was."""
+        for page in pages if self._suspected else ():
+            self._suspected.pop(page, None)
 
     def reserve(self, owner: int, pages: int, rows: int = 0, shared: tuple[int, ...] = ()) -> Holding | None:
         """Take `pages` pages and `rows` rows for `owner`, all or none: None when either runs short.
@@ -173,7 +207,10 @@ class PageLedger:
             self._holders[page] -= 1
             if not self._holders[page]:
                 del self._holders[page]
-                self._free.append(page)
+                if self._blamed[page] + self._suspected[page] >= RETIRED_AT:
+                    self._retired.add(page)
+                else:
+                    self._free.append(page)
         self._free_rows.extend(holding.rows)
 
     def counts(self) -> PageCounts:
@@ -185,7 +222,8 @@ class PageLedger:
 
     def _counted(self, count: Counter[str], free: int) -> PageCounts:
         return PageCounts(
-            self.total, free, count["owned"], count["leased"], count["cached"], count["quarantined"]
+            self.total, free, count["owned"], count["leased"], count["cached"], count["quarantined"],
+            len(self._retired),
         )  # fmt: skip
 
     def audit(self, tables: Mapping[int, Iterable[int]]) -> PageCounts:
@@ -196,6 +234,10 @@ class PageLedger:
         seen: dict[int, str] = dict.fromkeys(self._free, "free")
         if len(seen) != len(self._free):
             raise LedgerError("a page lies twice in the free list")
+        for page in self._retired:
+            if page in seen:
+                raise LedgerError(f"page {page} is retired, and free")
+            seen[page] = "retired"
         states = {holding.owner: state_of(holding) for holding in self._holdings.values()}
         holders: Counter[int] = Counter()
         for room, pages in tables.items():
@@ -203,7 +245,7 @@ class PageLedger:
                 if not 0 <= page < self.total:
                     raise LedgerError(f"page {page} of room {room} is outside 0 .. {self.total - 1}")
                 holders[page] += 1
-                if seen.get(page) == "free" or holders[page] > self._holders[page] > 0:
+                if seen.get(page) in ("free", "retired") or holders[page] > self._holders[page] > 0:
                     raise LedgerError(f"page {page} of room {room} is also {seen[page]}")
                 state = states.get(room, "held by a room that the ledger does not know")
                 seen[page] = first_that_fits(seen.get(page), state)
@@ -241,6 +283,8 @@ class PageLedger:
             raise LedgerError(f"room {room}: ranks {missing} may still write: no ack, and no proof about their process")
 
 
+#: A page is retired with so many failed checks.
+RETIRED_AT = 2
 #: A page's states, the first that fits first.
 _STATES = ("quarantined", "leased", "owned", "cached")
 

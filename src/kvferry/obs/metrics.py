@@ -17,7 +17,7 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 
-from kvferry.obs.rooms import PHASE_BUCKETS_S
+from kvferry.obs.rooms import CHECKS_FAILED, PHASE_BUCKETS_S, TRANSFER_BUCKETS
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -120,7 +120,8 @@ class _StatusCollector:
 def _of_instances(instances: list[dict[str, Any]]) -> Iterator[Metric]:
     pages = GaugeMetricFamily(
         "kvferry_pages",
-        "Pages of an instance by state: free, owned, leased, cached, quarantined; they add up to the pool.",
+        "Pages of an instance by state: free, owned, leased, cached, quarantined, retired (failed checks); they add up "
+        "to the pool.",
         labels=("instance", "role", "state"),
     )
     queues = GaugeMetricFamily(
@@ -128,6 +129,11 @@ def _of_instances(instances: list[dict[str, Any]]) -> Iterator[Metric]:
     )
     forwards = CounterMetricFamily(
         "kvferry_forwards", "Forwards that an instance's engine has finished.", labels=("instance", "role")
+    )
+    failures = CounterMetricFamily(
+        "kvferry_transfer_check_failures",
+        "Transfers whose bytes, as they lay at the target, were not those of the source. None of them was committed.",
+        labels=("instance",),
     )
     events = CounterMetricFamily(
         "kvferry_events",
@@ -144,9 +150,12 @@ def _of_instances(instances: list[dict[str, Any]]) -> Iterator[Metric]:
             queues.add_metric([*place, queue], float(length))
         if "step" in instance:
             forwards.add_metric(place, float(instance["step"]))
-        for event, count in sorted(instance.get("counts", {}).items()):
+        counts = instance.get("counts")
+        if counts is not None and instance["role"] == "decode":
+            failures.add_metric(place[:1], float(counts.get(CHECKS_FAILED, 0)))
+        for event, count in sorted((counts or {}).items()):
             events.add_metric([*place, event], float(count))
-    yield from (pages, queues, forwards, events)
+    yield from (pages, queues, forwards, events, failures)
 
 
 def _of_routers(routers: list[dict[str, Any]]) -> Iterator[Metric]:
@@ -169,16 +178,38 @@ def _of_routers(routers: list[dict[str, Any]]) -> Iterator[Metric]:
     for router in routers:
         name, rooms = str(router["id"]), router["rooms"]
         for phase, durations in rooms["phases"].items():
-            phases.add_metric([name, phase], _cumulative(durations["buckets"]), durations["sum_s"])
+            phases.add_metric([name, phase], _cumulative(durations["buckets"], PHASE_BUCKETS_S), durations["sum"])
         for outcome, count in sorted(rooms["outcomes"].items()):
             outcomes.add_metric([name, outcome], float(count))
         moved.add_metric([name], float(rooms["kv_bytes"]))
         for event, count in sorted(router["counts"].items()):
             refused.add_metric([name, event], float(count))
     yield from (phases, outcomes, moved, refused)
+    yield from _of_transfers(routers)
 
 
-def _cumulative(buckets: list[int]) -> list[tuple[str, float]]:
+def _of_transfers(routers: list[dict[str, Any]]) -> Iterator[Metric]:
+    """One source rank's writes of a room each. A figure that no backend could tell is absent."""
+    for figure, (name, text) in _TRANSFERS.items():
+        family = HistogramMetricFamily(f"kvferry_transfer_{name}", text, labels=("router", "backend"))
+        for router in routers:
+            for backend, figures in router["rooms"].get("transfers", {}).items():
+                if (found := figures.get(figure)) is not None:
+                    buckets = _cumulative(found["buckets"], TRANSFER_BUCKETS[figure])
+                    family.add_metric([str(router["id"]), backend], buckets, found["sum"])
+        if family.samples:
+            yield family
+
+
+_TRANSFERS = {
+    "wait_s": ("wait_seconds", "Time that a room's writes waited before their first byte was posted, added up."),
+    "wire_s": ("wire_seconds", "Time from the first post of a room's writes to their last flush, added up."),
+    "bytes": ("bytes", "Bytes of a room's writes, of KV and metadata."),
+    "descriptors": ("descriptors", "Descriptors that a room's writes were posted in."),
+}
+
+
+def _cumulative(buckets: list[int], limits: tuple[float, ...]) -> list[tuple[str, float]]:
     """As Prometheus wants them: (upper bound, how many are at most that)."""
-    bounds = [str(bound) for bound in PHASE_BUCKETS_S] + ["+Inf"]
+    bounds = [str(bound) for bound in limits] + ["+Inf"]
     return [(bound, float(sum(buckets[: at + 1]))) for at, bound in enumerate(bounds)]

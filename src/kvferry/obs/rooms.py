@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvferry.protocol.kvpoll import KVPoll
@@ -20,43 +20,73 @@ PHASES = (KVPoll.BOOTSTRAPPING, KVPoll.WAITING_FOR_INPUT, KVPoll.TRANSFERRING)
 
 COMMITTED = "committed"
 
+#: The name under which decode counts transfers that have failed their check (`kvferry.actors.decode.checking`).
+CHECKS_FAILED = "transfers that failed their check"
 
-class Durations:
-    """A histogram: `buckets[i]` counts what is at most `PHASE_BUCKETS_S[i]` and above the bound before."""
 
-    def __init__(self) -> None:
-        self.buckets = [0] * (len(PHASE_BUCKETS_S) + 1)
-        self.sum_s = 0.0
+#: What is known of a transfer, one source rank's writes of a room: the bounds of each figure's buckets.
+TRANSFER_BUCKETS: dict[str, tuple[float, ...]] = {
+    "wait_s": PHASE_BUCKETS_S,
+    "wire_s": PHASE_BUCKETS_S,
+    "bytes": tuple(float(4**power) for power in range(6, 20)),  # 4 KiB to 256 GiB
+    "descriptors": tuple(float(4**power) for power in range(11)),
+}
 
-    def observe(self, duration_s: float) -> None:
-        self.buckets[bisect_left(PHASE_BUCKETS_S, duration_s)] += 1
-        self.sum_s += duration_s
+
+class Histogram:
+    """`buckets[i]` counts what is at most `bounds[i]` and above the bound before."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self.buckets = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self.buckets[bisect_left(self._bounds, value)] += 1
+        self.sum += value
 
     def as_object(self) -> dict[str, Any]:
-        return {"buckets": self.buckets, "sum_s": self.sum_s}
+        return {"buckets": self.buckets, "sum": self.sum}
 
 
 class RoomStatistics:
     """Fed with each room that has ended."""
 
     def __init__(self) -> None:
-        self._phases = {phase: Durations() for phase in PHASES}
+        self._phases = {phase: Histogram(PHASE_BUCKETS_S) for phase in PHASES}
+        self._transfers: dict[str, dict[str, Histogram]] = {}  # by backend, then by figure
         self._outcomes: Counter[str] = Counter()
         self._kv_bytes = 0
 
-    def ended(self, durations: Mapping[KVPoll, float], kv_bytes: int, code: str) -> None:
+    def ended(
+        self,
+        durations: Mapping[KVPoll, float],
+        kv_bytes: int,
+        code: str,
+        transfers: Iterable[Mapping[str, Any]] = (),
+    ) -> None:
         """`durations` in seconds; a phase that was not reached is absent and counts nowhere. `code`: of the cause, ""
-        for a room whose decode has committed.
+        for a room whose decode has committed. `transfers` as in the journal: a figure that its backend could not tell
+        is absent, and counts nowhere either.
         """
         for phase in PHASES:
             if phase in durations:
                 self._phases[phase].observe(durations[phase])
         self._outcomes[code or COMMITTED] += 1
         self._kv_bytes += kv_bytes
+        for transfer in transfers:
+            figures = self._transfers.setdefault(transfer["backend"], {})
+            for name, bounds in TRANSFER_BUCKETS.items():
+                if name in transfer:
+                    figures.setdefault(name, Histogram(bounds)).observe(transfer[name])
 
     def as_object(self) -> dict[str, Any]:
         return {
             "phases": {phase.name: durations.as_object() for phase, durations in self._phases.items()},
+            "transfers": {
+                backend: {name: figure.as_object() for name, figure in figures.items()}
+                for backend, figures in self._transfers.items()
+            },
             "outcomes": dict(self._outcomes),
             "kv_bytes": self._kv_bytes,
         }

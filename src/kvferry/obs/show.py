@@ -11,7 +11,7 @@ from rich.text import Text
 
 BAR_CELLS = 30  # the whole table fits 80 columns
 POOL_COLUMNS = ("wanted", "placing", "starting", "registered", "draining", "left")
-PAGE_STATES = ("total", "free", "owned", "leased", "cached", "quarantined")
+PAGE_STATES = ("total", "free", "owned", "leased", "cached", "quarantined", "retired")
 
 _COLOURS = {
     "FAILED": "red",
@@ -134,11 +134,20 @@ def _heading(journal: Mapping[str, Any]) -> RenderableType:
         ("pair", f"{journal['prefill']} → {journal['decode']} over {journal['backend']}"),
         ("prompt", f"{journal['prompt_tokens']} tokens"),
         ("moved", f"{journal['kv_bytes']} bytes of KV, {journal['metadata_bytes']} of metadata"),
+        *(("transfer", _transfer(transfer)) for transfer in journal.get("transfers", ())),
         ("outcome", end),
     ]
     for name, value in rows:
         grid.add_row(Text(name, style="bold"), value)
     return grid
+
+
+def _transfer(transfer: Mapping[str, Any]) -> str:
+    parts = [f"rank {transfer['rank']} over {transfer['backend']}: {transfer['bytes']} bytes"]
+    parts += [f"{transfer['descriptors']} descriptors"] if "descriptors" in transfer else []
+    parts += [f"waited {_ms(transfer['wait_s'])}"] if "wait_s" in transfer else []
+    parts += [f"on the wire {_ms(transfer['wire_s'])}"] if "wire_s" in transfer else []
+    return ", ".join(parts)
 
 
 def _kvpoll(journal: Mapping[str, Any]) -> RenderableType:

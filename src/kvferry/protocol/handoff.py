@@ -35,6 +35,7 @@ _OPENING = Phase("prefill is being opened", R.OPENING_PREFILL, None, None, _B)
 _END = (
     Phase("the last pages are on their way", R.TRANSFERRING, P.FLUSHING, D.RECEIVING, _T, "transfer"),
     Phase("all is flushed", R.TRANSFERRING, P.DONE, D.RECEIVING, _T, "transfer"),
+    Phase("decode checks what it has got", R.TRANSFERRING, P.DONE, D.CHECKING, _T, "transfer"),
     Phase("decode has committed", R.SUCCEEDED, P.DONE, D.RUNNING, _S),
 )
 HANDOFF: dict[str, tuple[Phase, ...]] = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 from kvferry.protocol.address import Address
 from kvferry.protocol.errors import Cause
 from kvferry.protocol.message import Index, Message
+from kvferry.protocol.metadata import Placed
 from kvferry.protocol.rank import RankInfo
 
 
@@ -108,10 +109,13 @@ class AbortConfirmed(Message, frozen=True):
 
 
 class Accept(Message, frozen=True):
-    """Leader -> follower: the process of that incarnation will write here. `turn` comes back with the answer."""
+    """Leader -> follower: the process of that incarnation, on that host, will write here. `turn` comes back with the
+    answer.
+    """
 
     writer: int
     turn: int
+    host: str = ""
 
 
 class Accepted(Message, frozen=True):
@@ -143,10 +147,34 @@ class Expect(Message, frozen=True):
 
 
 class Arrived(Message, frozen=True):
-    """Follower -> leader: a source rank's notification has come to this target rank on the data path. `incarnation` is
-    the source process's.
+    """Follower -> leader: a source rank's notification has come to this target rank on the data path. Its fields are
+    those of `kvferry.protocol.metadata.Notification`.
     """
 
     room: int
     source: int
     incarnation: int
+    placed: tuple[Placed, ...] = ()
+    last: bool = True
+
+
+class TakeDigest(Message, frozen=True):
+    """Leader -> follower: of what the source rank of that process has written to these pages, number `first` of the
+    prompt and those that follow. Answered by one `Digested`.
+    """
+
+    room: int
+    source: int
+    incarnation: int
+    first: Index
+    pages: tuple[Index, ...]
+
+
+class Digested(Message, frozen=True):
+    """Follower -> leader: the digest of those bytes as they lie here, or why there is none."""
+
+    room: int
+    source: int
+    first: int
+    digest: int = 0
+    error: str = ""

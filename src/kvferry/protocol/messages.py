@@ -19,6 +19,7 @@ from kvferry.protocol.instance import (
     Arrived,
     CancelRoom,
     ConfirmAbort,
+    Digested,
     Expect,
     Join,
     Joined,
@@ -27,11 +28,11 @@ from kvferry.protocol.instance import (
     RevokedAt,
     RunStep,
     Stepped,
+    TakeDigest,
     WriteChunk,
     WriteTo,
     Wrote,
 )
-from kvferry.protocol.message import Index
 from kvferry.protocol.message import Message as Message
 from kvferry.protocol.rank import Member, RankInfo
 from kvferry.protocol.request import RequestSpec
@@ -40,6 +41,15 @@ from kvferry.protocol.tokens import Retracted as Retracted
 from kvferry.protocol.tokens import Stop as Stop
 from kvferry.protocol.tokens import Token as Token
 from kvferry.protocol.tokens import TokenBatch as TokenBatch
+from kvferry.protocol.transferring import AbortTransfer as AbortTransfer
+from kvferry.protocol.transferring import DataPath as DataPath
+from kvferry.protocol.transferring import Destination as Destination
+from kvferry.protocol.transferring import Distrust as Distrust
+from kvferry.protocol.transferring import Drained as Drained
+from kvferry.protocol.transferring import Draining as Draining
+from kvferry.protocol.transferring import Measured as Measured
+from kvferry.protocol.transferring import Reconcile as Reconcile
+from kvferry.protocol.transferring import Way as Way
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 
@@ -157,80 +167,6 @@ class UnknownRoom(Message, frozen=True):
     leg: str = ""
 
 
-# --- Decode leader <-> prefill leader ----------------------------------------------------------------------
-
-
-class Way(msgspec.Struct, frozen=True, array_like=True):
-    """How source rank `source` writes to target rank `target`: the wire form of the descriptor that is for it."""
-
-    source: Index
-    target: Index
-    agent: bytes
-
-
-class Destination(Message, frozen=True):
-    """Where the prompt's KV goes: one target page list for all layers and ranks, and the row for the metadata.
-
-    `agent` is the wire form of the data-plane descriptor (`kvferry.transfer.contract.Descriptor`) by which prefill's
-    leader writes to decode's; `ways` are those of all other pairs of ranks that have something to write.
-    `required_acks` are the source ranks with at least one write in the plan; the metadata goes from leader to leader,
-    so prefill's is always among them.
-    """
-
-    room: int
-    pages: tuple[Index, ...]
-    prefix_tokens: Index
-    metadata_slot: Index
-    agent: bytes
-    generation: int
-    required_acks: tuple[Index, ...]
-    ways: tuple[Way, ...] = ()
-
-
-class AbortTransfer(Message, frozen=True):
-    """Decode -> prefill: stop posting, and say `Drained` when nothing more can land."""
-
-    room: int
-    cause: Cause
-
-
-class Drained(Message, frozen=True):
-    """Source rank -> owner of the target pages, with a copy to the room (a follower's goes through its leader).
-
-    Every write of the room by this rank is flushed or will never be posted. `complete` = everything was written;
-    otherwise `cause` may say why not. The leader's says the last word for all ranks: it comes when none of them has a
-    write open.
-    """
-
-    room: int
-    rank: int
-    complete: bool
-    kv_bytes: int = 0
-    metadata_bytes: int = 0
-    cause: Cause | None = None
-
-
-class Reconcile(Message, frozen=True):
-    """Decode -> prefill, first in each new session: it has given these rooms up and can't prove that nobody writes to
-    their pages. Prefill stops what is left of each and answers for each: `Drained`, `Draining`, or `UnknownRoom`, which
-    counts as drained, since a room is forgotten only when its writes have ended.
-    """
-
-    rooms: tuple[int, ...]
-
-
-class Draining(Message, frozen=True):
-    """Source rank -> owner of the target pages: the room's writes have not all ended; `Drained` will follow.
-
-    `broken`: it won't, since a write ended without saying what landed. Said again and again, until decode no longer
-    knows the room.
-    """
-
-    room: int
-    rank: int
-    broken: bool = False
-
-
 class Released(Message, frozen=True):
     """Decode -> room, perhaps long after its end: quarantined pages are free again, and by which proof."""
 
@@ -319,11 +255,11 @@ class Roster(Message, frozen=True):
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
     OpenPrefill | OpenDecode | Opened | Admitted | Progress | PrefillDone | Received | Committed | Failed
-    | Abort | AbortAck | UnknownRoom | Destination | AbortTransfer | Drained | Reconcile | Draining | Released
-    | TokenBatch | Stop | Retracted
+    | Abort | AbortAck | UnknownRoom | Destination | AbortTransfer | Drained | Reconcile | Draining | Distrust
+    | DataPath | Released | TokenBatch | Stop | Retracted
     | Load | Register | Registered | RegistrationRefused | RegisterDpRank | Watch | OverBudget | Roster
     | Join | Joined | RunStep | Stepped | WriteTo | WriteChunk | Wrote | CancelRoom | RankFailed | ConfirmAbort
-    | AbortConfirmed | Accept | Accepted | Revoke | RevokedAt | Expect | Arrived
+    | AbortConfirmed | Accept | Accepted | Revoke | RevokedAt | Expect | Arrived | TakeDigest | Digested
 )  # fmt: skip
 
 

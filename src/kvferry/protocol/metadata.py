@@ -1,15 +1,17 @@
-"""What a handoff says on the data path: the metadata row, which goes with the last chunk, and the notification
-that follows a rank's last write.
+"""What a handoff says on the data path: the metadata row, which goes with the last chunk, and the notifications that
+follow a rank's writes.
 """
 
 from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
-from kvferry.protocol.messages import Logprobs
+from kvferry.protocol.tokens import Logprobs
 
 #: One row holds the fixed part (32 bytes), the first token's logprob (8) and as many alternatives (8 each); rounded up.
 ROW_BYTES = 256
@@ -73,23 +75,53 @@ def _logprobs_in(row: memoryview) -> Logprobs | None:
     return Logprobs(logprob, tuple(_ALTERNATIVE.unpack_from(row, at) for at in places))
 
 
-class Notification(msgspec.Struct, frozen=True, array_like=True):
-    """Source rank -> target rank, after its last write is flushed. `incarnation` is the source process's."""
+_Count = Annotated[int, Meta(ge=0, lt=2**32)]
+
+
+class Placed(msgspec.Struct, frozen=True, array_like=True):
+    """A chunk's write from one rank to another, which is flushed: the prompt's pages number `first` to
+    `first + pages - 1`, with `row` also the metadata row behind them, and the digest of those bytes as they lay at the
+    source when the write was posted (`kvferry.transfer.digest`).
+    """
+
+    chunk: Annotated[int, Meta(ge=-1, lt=2**32)]
+    first: _Count
+    pages: _Count
+    row: bool
+    digest: Annotated[int, Meta(ge=0)]
+
+
+class Notification(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Source rank -> target rank, behind a write. `incarnation` is the source process's. With `last`, all that the
+    rank writes there for the room is flushed, and `placed` has all of it; before that, the chunk that is. Without
+    checksums nothing is said before the last write, and `placed` is empty.
+    """
 
     room: int
     rank: int
     incarnation: int
+    placed: Annotated[tuple[Placed, ...], Meta(max_length=2**16)] = ()
+    last: bool = True
+
+
+class Introduction(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Source rank -> target rank, first on their path: the regions that it writes from, in wire form
+    (`kvferry.transfer.contract.encode_regions`). With them the target works out by itself what a chunk consists of.
+    """
+
+    incarnation: int
+    regions: bytes
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Notification)
+_decoder: msgspec.msgpack.Decoder[Notification | Introduction] = msgspec.msgpack.Decoder(Notification | Introduction)
 
 
-def encode_notification(notification: Notification) -> bytes:
+def encode_notification(notification: Notification | Introduction) -> bytes:
     return _encoder.encode(notification)
 
 
-def decode_notification(payload: bytes) -> Notification | None:
+def decode_notification(payload: bytes) -> Notification | Introduction | None:
     """None when the payload is not a notification of ours."""
     try:
         return _decoder.decode(payload)

@@ -1,6 +1,8 @@
 """The receiver machine: one room at decode's leader, from open until its pages are free.
 
 Commit is this machine's alone: it happens when every source rank's notification is in and the checks have passed.
+With the last notification all is written, and nobody can write any more: from there on prefill may go, and the room
+only waits for its checks (*checking*). What they find before that ends it at once.
 A room that fails after its destination was handed out keeps its pages until there is proof about every rank that may
 write to them: its ack, the end of its process, or the end of the agent that it wrote through. A running request may be
 *retracted* for older ones; one that receives never is, since a peer still writes to its pages.
@@ -18,6 +20,7 @@ from kvferry.protocol.machine import IGNORED, REFUSED, Cell, Go, Machine, Symbol
 from kvferry.protocol.receiver_commands import AbortWriter as AbortWriter
 from kvferry.protocol.receiver_commands import Ack as Ack
 from kvferry.protocol.receiver_commands import AnswerCommitted as AnswerCommitted
+from kvferry.protocol.receiver_commands import Check as Check
 from kvferry.protocol.receiver_commands import Commit as Commit
 from kvferry.protocol.receiver_commands import HandOut as HandOut
 from kvferry.protocol.receiver_commands import LeaveBatch as LeaveBatch
@@ -33,6 +36,7 @@ class ReceiverState(Symbol):
     AWAITING_PREFILL = auto()  # prefill_complete: the prompt is not computed; no candidate for admission
     QUEUED = auto()  # waiting for admission; nothing allocated
     RECEIVING = auto()  # the destination is out: peers may write
+    CHECKING = auto()  # all is written; the checks are not all done
     RUNNING = auto()  # committed
     RELEASING = auto()  # failed; the pages wait for proof
     STOPPING = auto()  # committed, then finished, stopped or retracted; a forward may still name the pages
@@ -44,7 +48,8 @@ class ReceiverEvent(Symbol):
     PREFILL_DONE = auto()  # prefill_complete: the prompt is computed
     ADMIT = auto()
     RECEIVED = auto()  # one source rank's notification
-    ALL_RECEIVED = auto()  # the last one, and the checks have passed
+    ALL_RECEIVED = auto()  # the last one
+    CHECKED = auto()  # the checks have passed
     CHECK_FAILED = auto()
     DRAINED = auto()  # a source rank has drained having written everything
     DRAINED_SHORT = auto()  # a source rank has drained without having written everything
@@ -66,7 +71,8 @@ class ReceiverEvent(Symbol):
 
 
 S, V = ReceiverState, ReceiverEvent
-_OPEN = (S.AWAITING_PREFILL, S.QUEUED, S.RECEIVING)
+_OPEN = (S.AWAITING_PREFILL, S.QUEUED, S.RECEIVING, S.CHECKING)
+_LATE_NEWS = (V.DRAINED, V.DRAINED_SHORT, V.UNKNOWN, V.RECEIVED, V.PREFILL_LOST, V.PREFILL_EXITED, V.REVOKED)
 Row = dict[ReceiverEvent, Cell[ReceiverState]]
 
 
@@ -104,17 +110,27 @@ TABLE: Table[ReceiverState, ReceiverEvent] = {
         REFUSED,
         _ends(S.RELEASING, "ack_and_abort", "report_and_abort"),
         RECEIVED=Go(S.RECEIVING, "note_received"),
-        ALL_RECEIVED=Go(S.RUNNING, "commit"),
+        ALL_RECEIVED=Go(S.CHECKING, "check"),
         CHECK_FAILED=Go(S.RELEASING, "report_and_abort"),
         DRAINED=Go(S.RECEIVING),
         # One rank's end: the others may still write, and must be told.
         DRAINED_SHORT=Go(S.RELEASING, "report_and_abort"),
         UNKNOWN=Go(S.RELEASING, "report_and_abort"),
     ),
+    S.CHECKING: _row(
+        REFUSED,
+        _ends(S.RELEASING, "ack_and_abort", "report_and_abort"),
+        # Nothing that prefill still says, and no end of it, changes what lies here.
+        {event.name: IGNORED for event in _LATE_NEWS},
+        ABORT=IGNORED,  # the room asks whether we have committed: what the checks find is the answer
+        CHECKED=Go(S.RUNNING, "commit"),
+        CHECK_FAILED=Go(S.RELEASING, "report_and_abort"),
+    ),
     S.RUNNING: _row(
         IGNORED,
         ADMIT=REFUSED,
         ALL_RECEIVED=REFUSED,
+        CHECKED=REFUSED,
         CHECK_FAILED=REFUSED,
         ABORT=Go(S.RUNNING, "answer_committed"),
         ABORT_RUNNING=Go(S.STOPPING, "stop_running"),
@@ -132,6 +148,7 @@ TABLE: Table[ReceiverState, ReceiverEvent] = {
         FINISHED=REFUSED,
         RETRACT=REFUSED,
         ALL_RECEIVED=IGNORED,  # a notification after an abort counts as drained, no more
+        CHECKED=REFUSED,
         ABORT=Go(S.RELEASING, "ack"),
         ABORT_RUNNING=Go(S.RELEASING, "ack"),
         PROVEN=Go(S.ENDED, "release"),
@@ -153,6 +170,7 @@ _KVPOLL = {
     S.AWAITING_PREFILL: KVPoll.BOOTSTRAPPING,
     S.QUEUED: KVPoll.BOOTSTRAPPING,
     S.RECEIVING: KVPoll.WAITING_FOR_INPUT,
+    S.CHECKING: KVPoll.TRANSFERRING,
     S.RUNNING: KVPoll.SUCCESS,
     S.RELEASING: KVPoll.FAILED,
     S.STOPPING: KVPoll.SUCCESS,
@@ -168,7 +186,7 @@ class ReceiverMachine(Machine[ReceiverState, ReceiverEvent]):
     """
 
     TABLE: ClassVar[Any] = TABLE
-    LOCAL = frozenset({V.ADMIT, V.FINISHED, V.RETRACT, V.ALL_RECEIVED, V.CHECK_FAILED})
+    LOCAL = frozenset({V.ADMIT, V.FINISHED, V.RETRACT, V.ALL_RECEIVED, V.CHECKED, V.CHECK_FAILED})
 
     def __init__(self, writers: Mapping[int, int], computes_first: bool = False) -> None:
         super().__init__(S.AWAITING_PREFILL if computes_first else S.QUEUED)
@@ -205,7 +223,8 @@ class ReceiverMachine(Machine[ReceiverState, ReceiverEvent]):
         """Apply an event. `cause` goes with every event that ends the room; the first is kept."""
         if self.refuses(event):
             return self.fire(event)
-        if cause is not None and self.cause is None and self.state in _OPEN:
+        changes = TABLE[self.state][event] is not IGNORED
+        if cause is not None and self.cause is None and self.state in _OPEN and changes:
             self.cause = cause
         return self.fire(event)
 
@@ -248,7 +267,7 @@ class ReceiverMachine(Machine[ReceiverState, ReceiverEvent]):
 
     @property
     def all_received(self) -> bool:
-        """Every required rank's notification is in: the caller checks the metadata and fires ALL_RECEIVED."""
+        """Every required rank's notification is in: the caller fires ALL_RECEIVED."""
         return self.state is S.RECEIVING and self.received >= self.writers.keys()
 
     def never_given(self) -> list[ReceiverCommand]:
@@ -281,6 +300,9 @@ class ReceiverMachine(Machine[ReceiverState, ReceiverEvent]):
 
     def _note_received(self) -> None:
         self.commands.append(NoteReceived(self._rank))
+
+    def _check(self) -> None:
+        self.commands.append(Check())
 
     def _commit(self) -> None:
         self.commands.append(Commit())

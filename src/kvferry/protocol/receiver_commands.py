@@ -25,6 +25,11 @@ class NoteReceived:
 
 
 @dataclass(frozen=True)
+class Check:
+    """All is written. Say whether it is what was to come: CHECKED or CHECK_FAILED, now or when the checks are done."""
+
+
+@dataclass(frozen=True)
 class Commit:
     """End the lease, tell the room, publish the first token, join the running batch."""
 
@@ -69,6 +74,6 @@ class Release:
 
 
 ReceiverCommand = (
-    LineUp | HandOut | NoteReceived | Commit | AbortWriter | Report | Ack | AnswerCommitted | LeaveBatch | Retract
-    | Release
+    LineUp | HandOut | NoteReceived | Check | Commit | AbortWriter | Report | Ack | AnswerCommitted | LeaveBatch
+    | Retract | Release
 )  # fmt: skip

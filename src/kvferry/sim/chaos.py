@@ -35,13 +35,15 @@ BREAKS_S = 0.3
 STOPS_S = ((0.1, 1.0), (4.0, 8.0))
 CUTS_S = ((0.2, 2.5), (2.5, 10.0))
 AIM_S = 6.0
+#: What a forward may take when its instance is slow.
+SLOW_FORWARD_S = 1.25
 
 ROLES = ("prefill", "decode", "router", "registry", "front")
 #: How often each kind is drawn, beside the others.
 WEIGHTS = {
     **{f"kill {role}": 2 for role in ROLES}, **{f"stop {role}": 2 for role in ROLES},
     "cut": 3, "break paths": 2, "drop a link": 2, "noise": 2, "refuse": 2, "slow": 2, "late writes": 3,
-    "break writes": 2, "garble": 2, "leave": 3, "drain prefill": 2, "drain decode": 2,
+    "break writes": 2, "garble": 2, "flip": 2, "leave": 3, "drain prefill": 2, "drain decode": 2,
 }  # fmt: skip
 
 
@@ -137,10 +139,17 @@ class Chaos:
         low_s, high_s = self._random.choice(STOPS_S)
         for_s = self._random.uniform(low_s, high_s)
         name = self._victim(subject, role)
-        if name is None:
+        if name is None or self._stalls(name, for_s):
             return
         self._struck(f"stop {role}", self._concerned(name, role), f"stop {name}", for_s)
         await self._system.stop(self._address(name), for_s)
+
+    def _stalls(self, name: str, for_s: float) -> bool:
+        """Stopped for so long, a process that is slow as well would end itself: its forward outlives its limit."""
+        process = self._system.processes.get(name)
+        engine = getattr(process.actor, "engine", None) if process is not None else None
+        slow = isinstance(engine, SimEngine) and engine.slow > 1
+        return slow and for_s + SLOW_FORWARD_S > self._system.options.clocks.no_progress_s
 
     async def slow(self, subject: Subject | None, _role: str) -> None:
         """The forwards of one instance take long."""
@@ -192,57 +201,6 @@ class Chaos:
             self._give_up(b, a)
             await asyncio.sleep(BREAKS_S - wait_s)
         self._set(SimFaults())
-
-    # --- the data plane ---
-
-    async def refuse(self, subject: Subject | None, _role: str) -> None:
-        """The data plane of one prefill connects to nobody."""
-        for_s = self._random.uniform(0.1, 4)
-        name = self._victim(subject, "prefill")
-        endpoint = self._system.processes[name].dressed if name is not None else None
-        if name is None or endpoint is None:
-            return
-        self._struck("refuse", {name}, f"{name} can't connect", for_s)
-        endpoint.refuses = True
-        await asyncio.sleep(for_s)
-        endpoint.refuses = False
-
-    async def late_writes(self, subject: Subject | None, _role: str) -> None:
-        """What one prefill writes lands late, also when its room is aborted meanwhile."""
-        for_s, most_s = self._random.uniform(0.5, 4), self._random.choice([0.1, 1.0, 5.0])
-        name = self._victim(subject, "prefill")
-        endpoint = self._system.processes[name].dressed if name is not None else None
-        if name is None or endpoint is None:
-            return
-        self._struck("late writes", {name}, f"writes of {name} land up to {most_s:g} s late", for_s)
-        endpoint.late_s = lambda: self._random.uniform(0, most_s)
-        await asyncio.sleep(for_s)
-        endpoint.late_s = None
-
-    async def break_writes(self, subject: Subject | None, _role: str) -> None:
-        """Writes of one prefill fail on their way, and it can't say what has landed: only its end is proof then."""
-        for_s = self._random.uniform(0.2, 2)
-        name = self._victim(subject, "prefill")
-        endpoint = self._system.processes[name].dressed if name is not None else None
-        if name is None or endpoint is None:
-            return
-        self._struck("break writes", {name}, f"writes of {name} fail", for_s)
-        incarnation, endpoint.breaks = self._address(name).incarnation, True
-        await asyncio.sleep(for_s)
-        if name in self._system.processes and self._address(name).incarnation == incarnation:
-            self._kill_and_spawn(name)
-
-    async def garble(self, subject: Subject | None, _role: str) -> None:
-        """The metadata rows that one prefill writes are damaged."""
-        for_s = self._random.uniform(0.2, 2)
-        name = self._victim(subject, "prefill")
-        endpoint = self._system.processes[name].dressed if name is not None else None
-        if name is None or endpoint is None:
-            return
-        self._struck("garble", {name}, f"rows of {name} are damaged", for_s)
-        endpoint.garbles = True
-        await asyncio.sleep(for_s)
-        endpoint.garbles = False
 
     # --- others ---
 

@@ -119,7 +119,7 @@ def _of_leader(system: SimSystem, leader: Prefill | Decode) -> dict[str, Any]:
 def _strangers(leader: Decode, system: SimSystem) -> list[int]:
     """Processes that have an agent here, and are dead; or not linked, where that is what an agent lives by."""
     living = {process.address.incarnation for process in system.processes.values()}
-    by_link = leader.endpoint.proofs.revoked
+    by_link = system.options.proofs.revoked
     strangers = (w for w in leader.writers.incarnations if w not in living or (by_link and not leader.network.is_up(w)))
     return list(strangers)
 

@@ -28,9 +28,15 @@ from kvferry.transfer.contract import (
     WriteOutcome,
     WriteResult,
 )
+from kvferry.transfer.flip import byte_at
 from kvferry.transfer.lane import Lane
-from kvferry.transfer.spans import check_spans
+from kvferry.transfer.spans import check_spans, total_bytes
 from kvferry.transfer.work import Work, spans_in
+
+#: Changes a bit: an agent's name, the number of a region there, an offset in it. False when the agent is gone.
+Flip = Callable[[str, int, int], bool]
+#: A target's process and the bytes of a write to it -> the number of the byte that changes, or None for none of it.
+Flips = Callable[[int, int], int | None]
 
 
 @dataclass(frozen=True)
@@ -81,15 +87,16 @@ class LateWrite:
 
 class SimEndpoint(AroundEndpoint):
     """`kvferry.transfer.contract.Endpoint`. `late_s` says how late the next write lands, `refuses` that nobody can be
-    connected to, `breaks` that writes fail on their way, `garbles` that metadata rows are damaged there. `open` has the
-    writes that have not ended.
+    connected to, `breaks` that writes fail on their way, `garbles` that metadata rows are damaged there. `flips` says
+    which byte of the next write changes at its target once it lies there. `open` has the writes that have not ended.
     """
 
-    def __init__(self, inner: Endpoint, process: SimCarrier, incarnation: int) -> None:
+    def __init__(self, inner: Endpoint, process: SimCarrier, incarnation: int, flip: Flip) -> None:
         super().__init__(inner)
-        self._process, self._incarnation = process, incarnation
+        self._process, self._incarnation, self._flip = process, incarnation, flip
         self.late_s: Callable[[], float] | None = None
         self.refuses = self.breaks = self.garbles = False
+        self.flips: Flips | None = None
         self.open: dict[int, OpenWrite] = {}
         self._made = 0
         self._lanes: dict[str, Lane[LateWrite]] = {}
@@ -109,6 +116,8 @@ class SimEndpoint(AroundEndpoint):
 
         def ended(result: WriteResult) -> None:
             self.open.pop(number, None)
+            if self.flips is not None and result.outcome is WriteOutcome.FLUSHED:
+                self._flip_one(self.flips, spans, theirs)
             self._process.do(partial(on_end, result))
 
         if self.garbles:
@@ -127,6 +136,15 @@ class SimEndpoint(AroundEndpoint):
             pages_of(spans, "source", regions), pages_of(spans, "target", theirs.regions),
         )  # fmt: skip
         return handle
+
+    def _flip_one(self, flips: Flips, spans: Spans, target: Descriptor) -> None:
+        at = flips(target.incarnation, total_bytes(spans))
+        if at is None:
+            return
+        span, within = byte_at(spans, at)
+        row = spans[span]
+        if self._flip(target.agent, int(row["target_region"]), int(row["target_offset"]) + within):
+            self.flips = None
 
     def cancel(self, handle: WriteHandle) -> None:
         if not isinstance(handle, LateWrite):
@@ -153,18 +171,18 @@ class SimEndpoint(AroundEndpoint):
         if late.wait_s > 0:
             await self._process.clock.sleep(late.wait_s)
         if late.breaks:
-            late.end(WriteResult(WriteOutcome.BROKEN, 0, 0.0, "broken by chaos"))
+            late.end(WriteResult(WriteOutcome.BROKEN, 0, None, "broken by chaos"))
             return
         try:
             late.inner = self.inner.write(peer, late.spans, late.end)
         except TransferError as error:
-            late.end(WriteResult(WriteOutcome.BROKEN, 0, 0.0, str(error)))
+            late.end(WriteResult(WriteOutcome.BROKEN, 0, None, str(error)))
 
     def _drop(self, agent: str) -> None:
         lane = self._lanes.pop(agent, None)
         for late in lane.close() if lane is not None else ():
             if late.inner is None:
-                late.end(WriteResult(WriteOutcome.BROKEN, 0, 0.0, "disconnected"))
+                late.end(WriteResult(WriteOutcome.BROKEN, 0, None, "disconnected"))
 
 
 class SimInbox(Inbox):

@@ -12,7 +12,7 @@ CHECKERS = {
     "leased-writes": "no write touches a page or row that is not leased to the writer's room and incarnation",
     "page-contents": "no forward reads a page that holds another room's words, or another part of the prompt",
     "one-release": "each page is released once, while no write is under way to or from it and no forward names it",
-    "conservation": "each page is free or in its owners' block tables: those touched in a turn, then all of them",
+    "conservation": "each page is free, retired or in its owners' block tables: those of a turn, then all of them",
     "rooms-end": "every room ends within the sum of its clocks",
     "tokens-once": "every client gets each right token once and in order, or one error; without a fault no error",
     "baseline": "with no request left nobody keeps anything; pages wait for proof only of a writer that stands still",

@@ -127,8 +127,10 @@ class _LeaderPages:
             holders.update(page for page in pages if page in touched)
         free = Counter(page for page in self._ledger._free if page in touched)
         for page in touched:
-            if free[page] + bool(holders[page]) != 1:
+            retired = page in self._ledger._retired
+            if free[page] + bool(holders[page]) + retired != 1:
                 text = f"page {page} lies {free[page]} times in the free list and in {holders[page]} block tables"
+                text += ", and is retired" if retired else ""
                 self._findings.add("conservation", f"{self._name}: {text}")
 
     def recount(self) -> None:

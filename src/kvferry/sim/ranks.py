@@ -22,6 +22,7 @@ from kvferry.actors.unified.leader import UnifiedLeader
 from kvferry.engine.contract import EngineLimits
 from kvferry.engine.scripted import ScriptedEngine, ScriptedTexts
 from kvferry.protocol.rank import LEADER, Layout, RankInfo, slice_of
+from kvferry.sim.digests import SimDigests
 from kvferry.sim.endpoint import SimEndpoint, SimInbox
 from kvferry.sim.engine import SimEngine
 from kvferry.sim.network import SimCarrier, SimClock
@@ -63,14 +64,16 @@ class RankMaker:
         engine = self._engine(info, clock)
         inbox = SimInbox(carrier)
         endpoint = self._endpoint(role, engine, links.address.incarnation, inbox, clock)
-        dressed = SimEndpoint(endpoint, carrier, links.address.incarnation)
+        fabric = self._fabric  # its methods are asked for when they are used: checkers stand in front of them
+        flip = lambda agent, region, offset: fabric.flip(agent, region, offset)  # noqa: E731
+        dressed = SimEndpoint(endpoint, carrier, links.address.incarnation, flip)
         texts, mailbox, limits = ScriptedTexts(options.eos_token_ids), options.links.mailbox, options.clocks
         parts = Parts(
             links, clock, mailbox, self._resolve, engine, texts, dressed, info, limits, settings.max_rooms,
-            engine.combine,
+            engine.combine, self._digests(engine, clock),
         )  # fmt: skip
         if role == "unified":
-            return UnifiedLeader(replace(parts, endpoint=Nowhere()), options.unified), None, None
+            return UnifiedLeader(replace(parts, endpoint=Nowhere(), digests=None), options.unified), None, None
         if role == "prefill":
             prefill = Prefill(parts, options.prefill) if info.rank == LEADER else PrefillFollower(parts)
             return prefill, endpoint, dressed
@@ -107,6 +110,10 @@ class RankMaker:
             info.layout, limits, metadata_rows=64, sleep=clock.sleep, cost_s=options.cost_s, part=part,
             incarnation=info.address.incarnation,
         )  # fmt: skip
+
+    def _digests(self, engine: ScriptedEngine, clock: SimClock) -> SimDigests | None:
+        options = self._options
+        return SimDigests(engine.regions(), clock.sleep, options.digest_bytes_s) if options.checksum else None
 
     def _endpoint(
         self, role: str, engine: ScriptedEngine, incarnation: int, inbox: Callable[[str, bytes], None], clock: SimClock

@@ -16,7 +16,8 @@ from kvferry.protocol.rank import EARLY
 from kvferry.protocol.receiver import ReceiverState
 from kvferry.protocol.room import RoomMachine, RoomState
 from kvferry.protocol.sender import SenderState
-from kvferry.sim.chaos import AIM_S, Chaos
+from kvferry.sim.chaos import AIM_S
+from kvferry.sim.data_chaos import DataChaos
 from kvferry.sim.engine import SimEngine
 from kvferry.sim.subjects import Subject, subjects_of
 
@@ -27,7 +28,7 @@ SLOW_PREFILL, SLOW_DECODE = 30.0, 60.0
 TOKENS = 4
 
 
-class Scenes(Chaos):
+class Scenes(DataChaos):
     """`Chaos` that can play scenes, by their names."""
 
     async def kill_unlinked(self, subject: Subject | None, _role: str) -> None:

@@ -78,6 +78,8 @@ class SimOptions:
     eos_token_ids: tuple[int, ...] = ()
     bandwidth_bytes_s: float = 1e9
     proofs: Proofs = HOST
+    checksum: bool = True
+    digest_bytes_s: float = 1e9
     cost_s: Callable[[StepPlan], float] = prefill_cost_s
     keep: bool = False
     drain_s: float = 60.0

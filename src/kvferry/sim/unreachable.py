@@ -16,8 +16,8 @@ _SENDER_OVER = (
     "DECODE_EXITED UNKNOWN FLUSHED QUIET QUIET_BROKEN"
 )
 _RECEIVER_OVER = (
-    "PREFILL_DONE RECEIVED ALL_RECEIVED CHECK_FAILED DRAINED DRAINED_SHORT UNKNOWN ABORT ABORT_RUNNING STOP ROOM_LOST "
-    "PREFILL_LOST PREFILL_EXITED REVOKED FRONT_LOST EXPIRED FAIL"
+    "PREFILL_DONE RECEIVED ALL_RECEIVED CHECKED CHECK_FAILED DRAINED DRAINED_SHORT UNKNOWN ABORT ABORT_RUNNING STOP "
+    "ROOM_LOST PREFILL_LOST PREFILL_EXITED REVOKED FRONT_LOST EXPIRED FAIL"
 )
 
 #: By reason: the events, by machine and state.
@@ -32,7 +32,8 @@ _UNREACHABLE: tuple[Group, ...] = (
     }),
     ("the leader asks the machine first whether it is in that state", {
         "sender DRAINING": "CHUNK_COMPUTED LAST_COMPUTED", "sender BROKEN": "CHUNK_COMPUTED LAST_COMPUTED",
-        "receiver RELEASING": "ALL_RECEIVED CHECK_FAILED", "receiver STOPPING": "ALL_RECEIVED CHECK_FAILED FINISHED",
+        "receiver RELEASING": "ALL_RECEIVED CHECK_FAILED",
+        "receiver STOPPING": "ALL_RECEIVED CHECKED CHECK_FAILED FINISHED",
     }),
     ("clocks run out only for rooms that have neither failed nor committed", {
         "sender DRAINING": "EXPIRED", "sender BROKEN": "EXPIRED", "receiver RUNNING": "EXPIRED",
@@ -81,8 +82,8 @@ _UNREACHABLE: tuple[Group, ...] = (
     }),
     ("a room is broken when none of its writes is open any more", {"sender BROKEN": "WRITE_ENDED WRITE_BROKEN"}),
     ("prefill says that it does not know a room to who has sent it a destination or an abort", {
-        "receiver AWAITING_PREFILL": "UNKNOWN", "receiver QUEUED": "UNKNOWN", "receiver RUNNING": "UNKNOWN",
-        "receiver STOPPING": "UNKNOWN",
+        "receiver AWAITING_PREFILL": "UNKNOWN", "receiver QUEUED": "UNKNOWN", "receiver CHECKING": "UNKNOWN",
+        "receiver RUNNING": "UNKNOWN", "receiver STOPPING": "UNKNOWN",
     }),
     ("decode says that it does not know a room to who has said that it still drains", {
         "sender AWAITING_PAGES": "UNKNOWN", "sender COMPUTING_AHEAD": "UNKNOWN", "sender KEPT": "UNKNOWN",
@@ -93,7 +94,8 @@ _UNREACHABLE: tuple[Group, ...] = (
     ("a room has agents, to be destroyed, from its admission on", {
         "receiver AWAITING_PREFILL": "REVOKED", "receiver QUEUED": "REVOKED",
     }),
-    ("each rank notifies once, and decode commits with the last of them", {
+    ("each rank notifies once, and decode checks and commits with the last of them", {
+        "receiver CHECKING": "RECEIVED DRAINED_SHORT",
         "receiver RUNNING": "RECEIVED DRAINED_SHORT", "receiver STOPPING": "RECEIVED DRAINED_SHORT",
     }),
     ("that a prompt is kept is told once, before a destination is asked for", {
@@ -115,7 +117,10 @@ _SELDOM: tuple[Group, ...] = (
     ("the end of a link is told before the end of its process, but where the link had been lost before", {
         "sender QUEUED": "DECODE_EXITED", "sender COMPUTING": "DECODE_EXITED", "sender FLUSHING": "DECODE_EXITED",
         "receiver AWAITING_PREFILL": "PREFILL_EXITED", "receiver QUEUED": "PREFILL_EXITED",
-        "receiver RECEIVING": "PREFILL_EXITED",
+        "receiver RECEIVING": "PREFILL_EXITED", "receiver CHECKING": "PREFILL_EXITED",
+    }),
+    ("a check takes a moment: clocks that have nearly run out run out in it, and engines are not asked", {
+        "receiver CHECKING": "EXPIRED FAIL",
     }),
     ("decode asks about a room on a new session; its proof must come before the answer, though as a rule it has had it "
      "since it lost the old one, or gets it in the answer", {"sender DRAINING": "UNKNOWN"}),

@@ -28,6 +28,8 @@ class Writes:
         self._system, self._findings, self._contents = system, findings, contents
         fabric = system.fabric
         self._copy, self._land, self._land_later = fabric.copy, fabric.land, fabric.land_later
+        self._flip = fabric.flip
+        fabric.flip = self._flipped  # type: ignore[method-assign]
         fabric.copy = self._checked  # type: ignore[method-assign]
         fabric.land = self._landed  # type: ignore[method-assign]
         fabric.land_later = self._left_behind  # type: ignore[method-assign]
@@ -48,6 +50,13 @@ class Writes:
     def _left_behind(self, batch: Spans, source: tuple[Region, ...], agent: str) -> None:
         self._contents.left_behind(batch, source)
         self._land_later(batch, source, agent)
+
+    def _flipped(self, agent: str, region: int, offset: int) -> bool:
+        """Memory that changes by itself: what lies there is nobody's words any more."""
+        target = self._system.fabric.find(agent)
+        if target is not None:
+            self._contents.damaged(target.endpoint.regions[region], offset)
+        return self._flip(agent, region, offset)
 
     def _landed(self, batch: Spans, data: list[bytes], target: FakeAgent) -> None:
         """What a writer had left behind: its source is gone, and the pages must be leased to it all the same."""
@@ -183,6 +192,10 @@ class Contents:
 
     def copied(self, batch: Spans, source: tuple[Region, ...], target: tuple[Region, ...]) -> None:
         self._stamp(batch, self._carried(batch, source), target)
+
+    def damaged(self, region: Region, offset: int) -> None:
+        if region.kind is RegionKind.PAGES:
+            self._stamps.get(region.base, {}).pop(offset // region.item_bytes, None)
 
     def left_behind(self, batch: Spans, source: tuple[Region, ...]) -> None:
         self._left[id(batch)] = (batch, self._carried(batch, source))

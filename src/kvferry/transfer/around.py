@@ -8,7 +8,6 @@ from kvferry.transfer.contract import (
     Descriptor,
     Endpoint,
     Peer,
-    Proofs,
     Region,
     Revoked,
     WriteHandle,
@@ -28,15 +27,11 @@ class AroundEndpoint:
         return self.inner.backend
 
     @property
-    def proofs(self) -> Proofs:
-        return self.inner.proofs
-
-    @property
     def regions(self) -> tuple[Region, ...]:
         return self.inner.regions
 
-    async def accept(self, writer: int) -> Descriptor:
-        return await self.inner.accept(writer)
+    async def accept(self, writer: int, host: str = "") -> Descriptor:
+        return await self.inner.accept(writer, host)
 
     async def revoke(self, writer: int) -> Revoked | None:
         return await self.inner.revoke(writer)

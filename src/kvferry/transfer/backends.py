@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from kvferry.protocol.errors import ConfigError
-from kvferry.transfer.contract import Endpoint, OnNotify, Region
+from kvferry.transfer.contract import Endpoint, OnNotify, Region, TransferError
 from kvferry.transfer.faulty import Faults, with_faults
+from kvferry.transfer.local import BACKEND as LOCAL
+from kvferry.transfer.local import LocalEndpoint
+from kvferry.transfer.nics import IbDevice, ucx_devices
+from kvferry.transfer.self_test import SelfTested, SpareRows
+from kvferry.transfer.several import BACKEND as AUTO
+from kvferry.transfer.several import Choice, Choose, Several
+from kvferry.transfer.shared import Area
 from kvferry.transfer.ucx import UcxEndpoint
 from kvferry.transfer.ucx_agent import BACKEND as UCX
+
+_log = logging.getLogger(__name__)
 
 
 class _Settings(Protocol):
@@ -21,6 +32,8 @@ class _Settings(Protocol):
     @property
     def transports(self) -> str: ...
     @property
+    def ib_device(self) -> IbDevice: ...
+    @property
     def batch_bytes(self) -> int: ...
     @property
     def poll_busy_ms(self) -> float: ...
@@ -29,38 +42,116 @@ class _Settings(Protocol):
     @property
     def max_agents(self) -> int: ...
     @property
+    def self_test_s(self) -> float: ...
+    @property
     def faults(self) -> Faults: ...
 
 
-def make_endpoint(
-    settings: _Settings,
-    *,
-    host: str,
-    regions: tuple[Region, ...],
-    incarnation: int,
-    on_notify: OnNotify,
-    loop: asyncio.AbstractEventLoop,
-    now_s: Callable[[], float],
-    sleep: Callable[[float], Awaitable[None]],
-) -> Endpoint:
-    """The endpoint that `settings` ask for; peers reach this process at `host`; `sleep` drives injected faults only.
-
-    Blocks until the backend's agent has started (0.1 to 1 s), so call it in a thread if the loop is at work.
-    Raises ConfigError for an unknown backend and TransferError when the backend can't start.
+@dataclass(frozen=True)
+class Site:
+    """The process that an endpoint is made for. Peers reach it at `host`, an address; `kernel` is the host of its
+    `Address`. `areas`: the memory of its regions that others may map, if it is of that kind; `device` the
+    number of the one that it computes on.
     """
-    if settings.backend != UCX:
-        raise ConfigError("transfer.backend", settings.backend, UCX)
-    endpoint = UcxEndpoint(
-        regions=regions,
-        incarnation=incarnation,
-        on_notify=on_notify,
-        loop=loop,
-        now_s=now_s,
+
+    host: str
+    kernel: str
+    regions: tuple[Region, ...]
+    areas: Sequence[Area]
+    incarnation: int
+    on_notify: OnNotify
+    loop: asyncio.AbstractEventLoop
+    now_s: Callable[[], float]
+    device: int = 0
+
+
+def _ucx(settings: _Settings, site: Site) -> Endpoint:
+    return UcxEndpoint(
+        regions=site.regions,
+        incarnation=site.incarnation,
+        on_notify=site.on_notify,
+        loop=site.loop,
+        now_s=site.now_s,
         transports=settings.transports,
-        host=host,
+        host=site.host,
+        devices=ucx_devices(settings.ib_device, site.device),
         batch_bytes=settings.batch_bytes,
         poll_busy_ms=settings.poll_busy_ms,
         poll_idle_ms=settings.poll_idle_ms,
         max_agents=settings.max_agents,
     )
-    return with_faults(endpoint, settings.faults, sleep=sleep, loop=loop)
+
+
+def _local(settings: _Settings, site: Site) -> Endpoint:
+    return LocalEndpoint(
+        regions=site.regions,
+        areas=site.areas,
+        incarnation=site.incarnation,
+        on_notify=site.on_notify,
+        loop=site.loop,
+        now_s=site.now_s,
+        batch_bytes=settings.batch_bytes,
+        max_agents=settings.max_agents,
+    )
+
+
+def _auto(settings: _Settings, site: Site) -> Endpoint:
+    """`local` for writers of this host, and `ucx` for the others; or for all, where the memory can't be mapped."""
+    endpoints: dict[str, Endpoint] = {}
+    refused = "its pool is not in memory that others can map"
+    if site.areas:
+        try:
+            endpoints[LOCAL] = _local(settings, site)
+        except TransferError as error:
+            refused = str(error)
+    if settings.transports != "host" or LOCAL not in endpoints:
+        endpoints[UCX] = _ucx(settings, site)
+    choose = chooser(site.kernel, settings.transports, "" if LOCAL in endpoints else refused)
+    _log.info("kvferry-%016x: the data plane has %s", site.incarnation, " and ".join(endpoints))
+    return Several(endpoints, choose, site.incarnation)
+
+
+def chooser(kernel: str, transports: str, refused: str) -> Choose:
+    """The rule of `auto`, for a process whose `Address.host` is `kernel`. `refused`: why there is no `local` here, or
+    "".
+    """
+
+    def choose(host: str) -> Choice:
+        same = bool(host) and host == kernel
+        if same and not refused:
+            return Choice(LOCAL, "the writer is on the same host, so the pool is mapped there: one copy, no wire")
+        where = "on the same host" if same else "on another host" if host else "on a host that is not known"
+        if not same and transports == "host":
+            raise TransferError(f"the writer is {where}, and transfer.transports is host; set it to tcp")
+        why = f"the writer is {where}{f', but {refused}' if same else ''}: UCX over {transports}"
+        return Choice(UCX, why)
+
+    return choose
+
+
+Make = Callable[[_Settings, Site], Endpoint]
+
+#: Name in the configuration -> how its endpoint is made.
+BACKENDS: dict[str, Make] = {AUTO: _auto, LOCAL: _local, UCX: _ucx}
+
+
+def make_endpoint(settings: _Settings, site: Site, *, sleep: Callable[[float], Awaitable[None]]) -> Endpoint:
+    """The endpoint that `settings` ask for; `sleep` drives injected faults only.
+
+    Blocks until the backend has started (up to 1 s), so call it in a thread if the loop is at work. Raises ConfigError
+    for an unknown backend and TransferError when the backend can't start.
+    """
+    make = BACKENDS.get(settings.backend)
+    if make is None:
+        raise ConfigError("transfer.backend", settings.backend, ", ".join(BACKENDS))
+    endpoint = make(settings, site) if settings.self_test_s <= 0 else _tested(make, settings, site, sleep)
+    return with_faults(endpoint, settings.faults, sleep=sleep, loop=site.loop)
+
+
+def _tested(make: Make, settings: _Settings, site: Site, sleep: Callable[[float], Awaitable[None]]) -> Endpoint:
+    area = SpareRows()
+    tested = SelfTested(area, site.on_notify, sleep, settings.self_test_s, site.host)
+    areas = [*site.areas, area.area] if site.areas else ()
+    regions = (*site.regions, area.region)
+    tested.inner = make(settings, replace(site, regions=regions, areas=areas, on_notify=tested.heard))
+    return tested

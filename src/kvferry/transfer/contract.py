@@ -11,7 +11,7 @@ what was posted to that target is read any more.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Protocol
 
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 #: What a peer's word is held to: no process has higher addresses, and no model so many layers or heads.
 _ADDRESSES, _MOST = 2**62, 2**20
+
+
+#: The `part` of the region that is behind the others where data paths are tried; no plan touches it.
+SELF_TEST = "self-test"
 
 
 class RegionKind(Enum):
@@ -95,19 +99,6 @@ class Region(msgspec.Struct, frozen=True, omit_defaults=True):
     segments: Annotated[tuple[Segment, ...], Meta(max_length=16)] = ()
 
 
-class Descriptor(msgspec.Struct, frozen=True):
-    """What one writer needs to write here. `generation` counts the agents of this incarnation, so each has a name that
-    no other has or had.
-    """
-
-    backend: Annotated[str, Meta(max_length=64)]
-    agent: Annotated[str, Meta(max_length=256)]
-    incarnation: int
-    generation: int
-    metadata: bytes
-    regions: tuple[Region, ...]
-
-
 class Proofs(msgspec.Struct, frozen=True):
     """Which proofs of quiescence hold on a backend's transport (design §5). With staging, `exited` holds once `revoke`
     of that writer has answered.
@@ -116,6 +107,23 @@ class Proofs(msgspec.Struct, frozen=True):
     drained: bool
     exited: bool
     revoked: bool
+
+
+class Descriptor(msgspec.Struct, frozen=True):
+    """What one writer needs to write here. `generation` counts the agents of this incarnation, so each has a name that
+    no other has or had. `proofs` are those that hold for what is written by it; `why` says, for people, why this way
+    was picked for that writer, and `at` where it leads.
+    """
+
+    backend: Annotated[str, Meta(max_length=64)]
+    agent: Annotated[str, Meta(max_length=256)]
+    incarnation: int
+    generation: int
+    metadata: bytes
+    regions: tuple[Region, ...]
+    proofs: Proofs = Proofs(drained=True, exited=False, revoked=False)
+    why: Annotated[str, Meta(max_length=1024)] = ""
+    at: Annotated[str, Meta(max_length=512)] = ""
 
 
 class Revoked(msgspec.Struct, frozen=True):
@@ -148,10 +156,16 @@ class WriteOutcome(Enum):
 
 
 class WriteResult(msgspec.Struct, frozen=True):
+    """`size_bytes` are flushed. `wire_s`: from the first post to the last flush, `wait_s`: from the call to the first
+    post, by the endpoint's clock; `descriptors`: what was posted. None where a backend can't tell, or posted nothing.
+    """
+
     outcome: WriteOutcome
     size_bytes: int
-    wire_s: float  # from first post to last flush, by the endpoint's clock
+    wire_s: float | None
     error: str = ""
+    wait_s: float | None = None
+    descriptors: int | None = None
 
 
 class WriteHandle(Protocol):
@@ -172,11 +186,12 @@ class Endpoint(Protocol):
     """One process's end of the data plane. All methods are called from one asyncio loop and never block it.
 
     * `regions` are those given at construction: what `accept` offers, and what `write` reads.
-    * `accept(writer)`: the descriptor for that process (an incarnation), and for no other. It is the same one until
-      `revoke`. Raises TransferError when the backend can't have another receiving agent.
+    * `accept(writer, host)`: the descriptor for that process (an incarnation), and for no other. It is the same one
+      until `revoke`. `host` is that of its `Address` ("" = not known); only who has several backends looks at it.
+      Raises TransferError when the backend can't have another receiving agent.
     * `revoke(writer)` destroys the receiving agent of that process, if there is one. Writes through it end BROKEN at
       the writer. It answers with the proof, or None where there was no agent, or where a writer may reach memory
-      without us (`Proofs.revoked`).
+      without us (`Descriptor.proofs`).
     * `connect` is idempotent per descriptor. Raises TransferError when the backend or the peer refuses.
     * `write` takes spans, or the blocks of a plan (`kvferry.transfer.work`). It posts in batches of bounded bytes, in
       order; several writes to one peer end in order. Raises TransferError if a span lies outside a region of either
@@ -191,10 +206,8 @@ class Endpoint(Protocol):
     @property
     def backend(self) -> str: ...
     @property
-    def proofs(self) -> Proofs: ...
-    @property
     def regions(self) -> tuple[Region, ...]: ...
-    async def accept(self, writer: int) -> Descriptor: ...
+    async def accept(self, writer: int, host: str = "") -> Descriptor: ...
     async def revoke(self, writer: int) -> Revoked | None: ...
     async def connect(self, descriptor: Descriptor) -> Peer: ...
     def write(self, peer: Peer, work: Work, on_end: Callable[[WriteResult], None]) -> WriteHandle: ...
@@ -217,6 +230,23 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Descriptor)
 
 
+_region_decoder = msgspec.msgpack.Decoder(tuple[Region, ...])
+
+
+def encode_regions(regions: Sequence[Region]) -> bytes:
+    return _encoder.encode(regions)
+
+
+def decode_regions(data: bytes) -> tuple[Region, ...]:
+    """What a source rank writes from. Raises TransferError when `data` is not that."""
+    try:
+        regions = _region_decoder.decode(data)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise TransferError(f"not a list of regions: {error}") from None
+    _check_sizes(regions, "a source")
+    return regions
+
+
 def encode_descriptor(descriptor: Descriptor) -> bytes:
     return _encoder.encode(descriptor)
 
@@ -227,8 +257,12 @@ def decode_descriptor(data: bytes) -> Descriptor:
         descriptor = _decoder.decode(data)
     except (msgspec.DecodeError, RecursionError) as error:
         raise TransferError(f"not a descriptor: {error}") from None
-    for index, region in enumerate(descriptor.regions):
+    _check_sizes(descriptor.regions, descriptor.agent)
+    return descriptor
+
+
+def _check_sizes(regions: tuple[Region, ...], of: str) -> None:
+    for index, region in enumerate(regions):
         if region.base + region.items * region.item_bytes > _ADDRESSES:
             size = f"{region.items} items of {region.item_bytes} bytes"
-            raise TransferError(f"region {index} of {descriptor.agent}: {size} from address {region.base} on")
-    return descriptor
+            raise TransferError(f"region {index} of {of}: {size} from address {region.base} on")

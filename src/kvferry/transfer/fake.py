@@ -93,6 +93,15 @@ class FakeFabric:
         for start, end, length in zip(starts, ends, batch["length"].tolist(), strict=True):
             ctypes.memmove(end, start, length)
 
+    def flip(self, agent: str, region: int, offset: int) -> bool:
+        """One bit of what lies there changes by itself. False when the agent is gone."""
+        target = self.find(agent)
+        if target is None:
+            return False
+        byte = ctypes.c_ubyte.from_address(target.endpoint.regions[region].base + offset)
+        byte.value ^= 1
+        return True
+
     def land_later(self, batch: Spans, source: tuple[Region, ...], agent: str) -> None:
         """The bytes as they are now lie on the way to `agent`."""
         starts = addresses(batch, source, "source").tolist() if self.check_bytes else []

@@ -53,11 +53,12 @@ class FakePeer:
 
 
 class FakeWrite:
-    def __init__(self, spans: Spans, on_end: Callable[[WriteResult], None]) -> None:
+    def __init__(self, spans: Spans, on_end: Callable[[WriteResult], None], called_s: float) -> None:
         self.result: WriteResult | None = None
         self.spans = spans
         self.on_end = on_end
-        self.flushed_bytes = 0
+        self.flushed_bytes = self.descriptors = 0
+        self.called_s = called_s
         self.first_post_s: float | None = None
         self.cancelled = False
         self.ending = False
@@ -104,11 +105,13 @@ class FakeEndpoint:
         """Those that have a receiving agent here."""
         return set(self._writers)
 
-    async def accept(self, writer: int) -> Descriptor:
+    async def accept(self, writer: int, host: str = "") -> Descriptor:
         self._check_open()
         agent = self._writers.get(writer)
         if agent is None:
-            descriptor = Descriptor(BACKEND, self._next_name(), self._incarnation, self._generation, b"", self._regions)
+            descriptor = Descriptor(
+                BACKEND, self._next_name(), self._incarnation, self._generation, b"", self._regions, self.proofs
+            )  # fmt: skip
             agent = self._writers[writer] = FakeAgent(self, writer, descriptor)
             self.fabric.add(agent)
         return agent.descriptor
@@ -142,7 +145,7 @@ class FakeEndpoint:
         known = self._known(peer)
         spans = spans_in(work)
         check_spans(spans, self._regions, peer.descriptor.regions)
-        write = FakeWrite(spans, on_end)
+        write = FakeWrite(spans, on_end, self.fabric.now_s())
         if known.broken:
             self._end(write, WriteOutcome.BROKEN, known.broken)
         else:
@@ -202,6 +205,7 @@ class FakeEndpoint:
             if work.cancelled:
                 self._end(work, WriteOutcome.CANCELLED)
                 return
+            work.descriptors += len(batch)
             if not await self._carried(peer, batch):
                 self._end(work, WriteOutcome.BROKEN, peer.broken)
                 return
@@ -257,8 +261,11 @@ class FakeEndpoint:
         if write.ending:
             return
         write.ending = True
-        wire_s = 0.0 if write.first_post_s is None else self.fabric.now_s() - write.first_post_s
-        self.fabric.loop.call_soon(self._tell, write, WriteResult(outcome, write.flushed_bytes, wire_s, error))
+        first_s, posted = write.first_post_s, write.descriptors or None
+        wire_s = None if first_s is None else self.fabric.now_s() - first_s
+        wait_s = None if first_s is None else first_s - write.called_s
+        result = WriteResult(outcome, write.flushed_bytes, wire_s, error, wait_s, posted)
+        self.fabric.loop.call_soon(self._tell, write, result)
 
     def _tell(self, write: FakeWrite, result: WriteResult) -> None:
         write.result = result

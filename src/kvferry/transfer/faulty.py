@@ -1,4 +1,5 @@
-"""The `faulty` decorator: any endpoint, with writes that come late, never, or after an abort. For fault runs and tests.
+"""The `faulty` decorator: any endpoint, with writes that come late, never, after an abort, or not as they were. For
+fault runs and tests.
 
 A delayed wire is a serial resource: writes to one peer are passed on in order, and the delay of each starts when
 it is issued or when the one before it was passed on, whichever is later. Notifications keep their place in that
@@ -8,6 +9,9 @@ taken until the delay is over.
 A *late write* is one that was cancelled before it was passed on and is passed on all the same, later: a real write of
 the real backend, which lands after the room was aborted, beside the lane and so in any order. It has not ended before
 it has landed, as the contract says; so what it shows is whether anybody acts as if it had.
+
+A *flipped* write is followed by another real one, of one byte, which changes what lies at the target; the write ends
+when both have.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Protocol
 
 from kvferry.transfer.around import AroundEndpoint
@@ -26,6 +31,7 @@ from kvferry.transfer.contract import (
     WriteOutcome,
     WriteResult,
 )
+from kvferry.transfer.flip import flipping
 from kvferry.transfer.lane import Lane
 from kvferry.transfer.spans import total_bytes
 from kvferry.transfer.work import Work, check_work, spans_in
@@ -42,6 +48,8 @@ class Faults(Protocol):
     def stall_after(self) -> int: ...
     @property
     def late_after_abort_ms(self) -> float: ...
+    @property
+    def flip_after(self) -> int: ...
 
 
 def with_faults(
@@ -53,13 +61,15 @@ def with_faults(
     cancel_ends: bool = True,
 ) -> Endpoint:
     """`inner` with the faults that are configured; itself when there are none."""
-    if faults.delay_ms <= 0 and faults.stall_after < 0 and faults.late_after_abort_ms <= 0:
+    counted = faults.stall_after >= 0 or faults.flip_after >= 0
+    if faults.delay_ms <= 0 and faults.late_after_abort_ms <= 0 and not counted:
         return inner
     return FaultyEndpoint(
         inner,
         delay_s=faults.delay_ms / 1000,
         stall_after=faults.stall_after,
         late_after_abort_s=faults.late_after_abort_ms / 1000,
+        flip_after=faults.flip_after,
         sleep=sleep,
         loop=loop,
         cancel_ends=cancel_ends,
@@ -71,10 +81,12 @@ class HeldWrite:
     though it was cancelled.
     """
 
-    def __init__(self, peer: Peer, work: Work, on_end: Callable[[WriteResult], None], stalls: bool) -> None:
+    def __init__(
+        self, peer: Peer, work: Work, on_end: Callable[[WriteResult], None], stalls: bool, flips: bool = False
+    ) -> None:
         self.peer = peer
         self.work = work
-        self.stalls = stalls
+        self.stalls, self.flips = stalls, flips
         self.cancelled = False
         self.late: asyncio.Task[None] | None = None
         self.released = asyncio.Event()
@@ -98,7 +110,8 @@ class FaultyEndpoint(AroundEndpoint):
     Each write is held for `delay_s`. After `stall_after` writes (-1: never) one stalls before it is posted, until
     `release_stalled`. Cancelling a stalled write ends it at once, or with `cancel_ends=False` only when it is
     released: the writer that never answers. With `late_after_abort_s` (0: no), a write that is cancelled before it was
-    passed on is passed on so much later, whole, and ends as the real one does.
+    passed on is passed on so much later, whole, and ends as the real one does. After `flip_after` writes (-1: never)
+    one has its middle byte changed at the target.
     """
 
     def __init__(
@@ -110,6 +123,7 @@ class FaultyEndpoint(AroundEndpoint):
         sleep: Callable[[float], Awaitable[None]],
         loop: asyncio.AbstractEventLoop,
         late_after_abort_s: float = 0.0,
+        flip_after: int = -1,
         cancel_ends: bool = True,
     ) -> None:
         super().__init__(inner)
@@ -118,6 +132,7 @@ class FaultyEndpoint(AroundEndpoint):
         self._sleep = sleep
         self._loop = loop
         self._late_s = late_after_abort_s
+        self._flip_after = flip_after
         self._cancel_ends = cancel_ends
         self._issued = 0
         self._lanes: dict[Peer, Lane[HeldWrite | bytes]] = {}
@@ -137,7 +152,8 @@ class FaultyEndpoint(AroundEndpoint):
     def write(self, peer: Peer, work: Work, on_end: Callable[[WriteResult], None]) -> WriteHandle:
         self._check_open()
         check_work(work, self.inner.regions, peer.descriptor.regions)
-        held = HeldWrite(peer, work, on_end, stalls=self._issued == self._stall_after)
+        stalls, flips = self._issued == self._stall_after, self._issued == self._flip_after
+        held = HeldWrite(peer, work, on_end, stalls, flips)
         self._issued += 1
         self._lane(peer).put(held)
         return held
@@ -206,9 +222,23 @@ class FaultyEndpoint(AroundEndpoint):
 
     def _issue(self, work: HeldWrite) -> None:
         try:
-            work.inner = self.inner.write(work.peer, work.work, work.end)
+            on_end = partial(self._flip, work) if work.flips else work.end
+            work.inner = self.inner.write(work.peer, work.work, on_end)
         except TransferError as error:
             self._end(work, WriteOutcome.BROKEN, str(error))
+
+    def _flip(self, work: HeldWrite, result: WriteResult) -> None:
+        """The write has ended: change a byte of it where it lies, and only then say so."""
+        spans = spans_in(work.work)
+        flipped = flipping(spans, self.inner.regions, total_bytes(spans) // 2)
+        if result.outcome is not WriteOutcome.FLUSHED or self._closed or flipped is None:
+            work.end(result)
+            return
+        _log.info("a byte of a write of %d spans is changed at its target", len(spans))
+        try:
+            work.inner = self.inner.write(work.peer, flipped, lambda _: work.end(result))
+        except TransferError as error:
+            work.end(WriteResult(WriteOutcome.BROKEN, result.size_bytes, result.wire_s, str(error)))
 
     def _write_late(self, held: HeldWrite) -> None:
         if held.ending or held.late:
@@ -246,7 +276,7 @@ class FaultyEndpoint(AroundEndpoint):
             return
         held.ending = True
         held.released.set()
-        self._loop.call_soon(held.end, WriteResult(outcome, 0, 0.0, error))
+        self._loop.call_soon(held.end, WriteResult(outcome, 0, None, error))
 
     def _check_open(self) -> None:
         if self._closed:

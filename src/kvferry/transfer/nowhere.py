@@ -7,7 +7,6 @@ from collections.abc import Callable
 from kvferry.transfer.contract import (
     Descriptor,
     Peer,
-    Proofs,
     Region,
     Revoked,
     TransferError,
@@ -24,11 +23,10 @@ class Nowhere:
     """
 
     backend = "none"
-    proofs = Proofs(drained=False, exited=False, revoked=False)
 
     regions: tuple[Region, ...] = ()
 
-    async def accept(self, writer: int) -> Descriptor:
+    async def accept(self, writer: int, host: str = "") -> Descriptor:
         raise TransferError("this instance has no data plane")
 
     async def revoke(self, writer: int) -> Revoked | None:

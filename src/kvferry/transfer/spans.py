@@ -100,7 +100,7 @@ def split(spans: Spans, batch_bytes: int) -> list[Spans]:
     """
     if batch_bytes < 1:
         raise TransferError(f"batch_bytes is {batch_bytes}; the least is 1")
-    pieces = _cut(spans, batch_bytes)
+    pieces = cut(spans, batch_bytes)
     ends = np.cumsum(pieces["length"])
     batches: list[Spans] = []
     first, sent = 0, 0
@@ -112,7 +112,7 @@ def split(spans: Spans, batch_bytes: int) -> list[Spans]:
     return batches
 
 
-def _cut(spans: Spans, limit_bytes: int) -> Spans:
+def cut(spans: Spans, limit_bytes: int) -> Spans:
     """Every span longer than `limit_bytes` replaced, in place, by pieces of at most that."""
     if not len(spans) or int(spans["length"].max()) <= limit_bytes:
         return spans

@@ -38,8 +38,8 @@ _log = logging.getLogger(__name__)
 class UcxEndpoint:
     """`Endpoint` over UCX. Raises TransferError when UCX gives no agent over `transports`.
 
-    Over tcp, peers reach it at `host`, an address of this machine. It has at most `max_agents` agents at a time, one
-    for each writer and one for each target; each takes about 10 MB.
+    Over tcp, peers reach it at `host`, an address of this machine, by the device that has it or by `devices`. It has at
+    most `max_agents` agents at a time, one for each writer and one for each target; each takes about 10 MB.
 
     Construction waits for the first agent to start, 0.1 to 1 s: do it in a thread if the loop has other work by then.
     The regions' memory must stay mapped until `close` has returned. A cancelled write that still waits behind
@@ -56,6 +56,7 @@ class UcxEndpoint:
         now_s: Callable[[], float],
         transports: str = "host",
         host: str = "127.0.0.1",
+        devices: str = "",
         batch_bytes: int = 8 * 1024 * 1024,
         poll_busy_ms: float = 1.0,
         poll_idle_ms: float = 20.0,
@@ -65,12 +66,13 @@ class UcxEndpoint:
         self._incarnation = incarnation
         self._name = f"kvferry-{incarnation:016x}"
         self._transports = transports
-        self._loop = loop
+        self._loop, self._now_s = loop, now_s
         self._closed = False
         self._driver = Driver(
             incarnation=incarnation,
             transports=transports,
             host=host,
+            devices=devices,
             batch_bytes=batch_bytes,
             poll_busy_ms=poll_busy_ms,
             poll_idle_ms=poll_idle_ms,
@@ -105,7 +107,7 @@ class UcxEndpoint:
     def regions(self) -> tuple[Region, ...]:
         return self._regions
 
-    async def accept(self, writer: int) -> Descriptor:
+    async def accept(self, writer: int, host: str = "") -> Descriptor:
         self._check_open()
         accepted: asyncio.Future[Descriptor] = self._loop.create_future()
         self._command(partial(self._driver.accept, writer, partial(_settle, accepted)))
@@ -137,7 +139,7 @@ class UcxEndpoint:
         known = self._known(peer)
         spans = spans_in(work)
         check_spans(spans, self._regions, peer.descriptor.regions)
-        write = UcxWrite(spans, on_end)
+        write = UcxWrite(spans, on_end, self._now_s())
         self._command(partial(self._driver.write, known, write))
         return write
 

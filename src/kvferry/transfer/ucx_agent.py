@@ -87,12 +87,18 @@ class Agent:
     """
 
     def __init__(
-        self, incarnation: int, generation: int, transports: str, host: str, regions: Sequence[Region]
+        self,
+        incarnation: int,
+        generation: int,
+        transports: str,
+        host: str,
+        regions: Sequence[Region],
+        devices: str = "",
     ) -> None:
         """Raises whatever NIXL raises when UCX has no such transport."""
         self.generation = generation
         self.name = agent_name(incarnation, generation)
-        self.nixl, self._registration, self.metadata = open_agent(self.name, transports, host, regions)
+        self.nixl, self._registration, self.metadata = open_agent(self.name, transports, host, regions, devices)
         for _ in range(_FIRST_TURNS):
             self.nixl.get_new_notifs()
 
@@ -112,9 +118,11 @@ class Agent:
         self.nixl = self._registration = None
 
 
-def open_agent(name: str, transports: str, host: str, regions: Sequence[Region]) -> tuple[Any, Any, bytes]:
+def open_agent(
+    name: str, transports: str, host: str, regions: Sequence[Region], devices: str = ""
+) -> tuple[Any, Any, bytes]:
     """A new agent with all regions registered: (agent, registration, `Descriptor.metadata`). `host` is the address on
-    which peers reach this process.
+    which peers reach this process; `devices` are UCX_NET_DEVICES, in place of the transport's own.
 
     Sets the process's environment for UCX, which reads it when the agent is made. A level of logging that is set
     already stays: errors reach us as exceptions, and UCX would print each of them as well.
@@ -122,8 +130,9 @@ def open_agent(name: str, transports: str, host: str, regions: Sequence[Region])
     with _environment:
         chosen = transport(transports)
         os.environ["UCX_TLS"] = chosen.tls
-        if chosen.devices:
-            os.environ["UCX_NET_DEVICES"] = device_of(host) if chosen.devices == OWN_DEVICE else chosen.devices
+        taken = devices or (device_of(host) if chosen.devices == OWN_DEVICE else chosen.devices)
+        if taken:
+            os.environ["UCX_NET_DEVICES"] = taken
         os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
         os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
         # Not `import nixl`: that imports torch and picks the build for the newest CUDA.

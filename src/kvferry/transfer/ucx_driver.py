@@ -36,6 +36,7 @@ class Driver:
         incarnation: int,
         transports: str,
         host: str,
+        devices: str,
         batch_bytes: int,
         poll_busy_ms: float,
         poll_idle_ms: float,
@@ -47,7 +48,7 @@ class Driver:
     ) -> None:
         self.commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._incarnation, self._name = incarnation, f"kvferry-{incarnation:016x}"
-        self._transports, self._host, self._regions = transports, host, regions
+        self._transports, self._host, self._devices, self._regions = transports, host, devices, regions
         self._proofs: Proofs = transport(transports).proofs
         self._batch_bytes, self._max_agents = batch_bytes, max_agents
         self._busy_s, self._idle_s = poll_busy_ms / 1000, poll_idle_ms / 1000
@@ -127,7 +128,9 @@ class Driver:
 
     def _make(self) -> Agent:
         self._generation += 1
-        return Agent(self._incarnation, self._generation, self._transports, self._host, self._regions)
+        return Agent(
+            self._incarnation, self._generation, self._transports, self._host, self._regions, self._devices
+        )  # fmt: skip
 
     def _next_agent(self) -> Agent:
         """Raises TransferError when there are too many, or UCX gives no more."""
@@ -154,7 +157,8 @@ class Driver:
                 agent = self._receiving[writer] = self._next_agent()
                 self._accepted[writer] = agent.generation
             answer = Descriptor(
-                BACKEND, agent.name, self._incarnation, agent.generation, agent.metadata, self._regions
+                BACKEND, agent.name, self._incarnation, agent.generation, agent.metadata, self._regions,
+                self._proofs,
             )  # fmt: skip
         except TransferError as error:
             answer = TransferError(str(error))

@@ -21,7 +21,8 @@ from kvferry.transfer.contract import Descriptor, Region, Spans, WriteOutcome, W
 from kvferry.transfer.spans import addresses, split, total_bytes
 from kvferry.transfer.ucx_agent import Agent, describe, nixl_errors
 
-#: Handles under way at a time; each carries a quarter of `batch_bytes`, which keeps single calls short.
+#: Handles under way at a time, each with its share of `batch_bytes`, where the target takes part: while it works on
+#: one, the next is on its way. Where a post copies by itself, more of them would only cost what a handle costs.
 PIECES = 4
 
 #: Turns of an agent after its last handle has ended, before it is deleted.
@@ -33,13 +34,14 @@ _log = logging.getLogger(__name__)
 class UcxWrite:
     """One write. `result` is written on the endpoint's loop, everything else on the driver's thread."""
 
-    def __init__(self, spans: Spans, on_end: Callable[[WriteResult], None]) -> None:
+    def __init__(self, spans: Spans, on_end: Callable[[WriteResult], None], called_s: float) -> None:
         self.result: WriteResult | None = None
         self.spans = spans
         self.on_end = on_end
         self.pieces: deque[Spans] | None = None  # not yet posted; None until the write's first turn
         self.posted: deque[tuple[Any, int]] = deque()  # (handle, bytes), oldest first
-        self.flushed_bytes = 0
+        self.flushed_bytes = self.descriptors = 0
+        self.called_s = called_s
         self.first_post_s: float | None = None
         self.cancelled = False
 
@@ -60,7 +62,8 @@ class UcxPeer:
         waits: bool,
     ) -> None:
         self._descriptor, self._agent, self._regions = descriptor, agent, regions
-        self._piece_bytes = max(1, batch_bytes // PIECES)
+        self._pieces = 1 if waits else PIECES
+        self._piece_bytes = max(1, batch_bytes // self._pieces)
         self._now_s, self._deliver = now_s, deliver
         self._errors = nixl_errors()
         self._work: deque[UcxWrite | bytes] = deque()
@@ -120,7 +123,7 @@ class UcxPeer:
         if first.pieces is None:
             first.pieces = deque(split(first.spans, self._piece_bytes))
         moved = self._reap(first)
-        if first.pieces and not first.cancelled and len(first.posted) < PIECES:
+        if first.pieces and not first.cancelled and len(first.posted) < self._pieces:
             self._post(first, first.pieces.popleft())
             moved = True
         if not first.posted and (first.cancelled or not first.pieces):
@@ -187,6 +190,7 @@ class UcxPeer:
         if write.first_post_s is None:
             write.first_post_s = self._now_s()
         write.posted.append((handle, size_bytes))  # owned before it is posted
+        write.descriptors += len(piece)
         if self._agent.nixl.transfer(handle) == "DONE":
             write.posted.pop()
             self._release(handle)
@@ -210,8 +214,10 @@ class UcxPeer:
         return moved
 
     def _end(self, write: UcxWrite, outcome: WriteOutcome, error: str = "") -> None:
-        wire_s = 0.0 if write.first_post_s is None else self._now_s() - write.first_post_s
-        result = WriteResult(outcome, write.flushed_bytes, wire_s, error)
+        first_s, posted = write.first_post_s, write.descriptors or None
+        wire_s = None if first_s is None else self._now_s() - first_s
+        wait_s = None if first_s is None else first_s - write.called_s
+        result = WriteResult(outcome, write.flushed_bytes, wire_s, error, wait_s, posted)
 
         def ended() -> None:
             write.result = result

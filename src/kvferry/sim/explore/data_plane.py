@@ -42,7 +42,7 @@ class NotedWrite:
     result: WriteResult | None = None
 
     def end(self, outcome: WriteOutcome) -> None:
-        self.result = WriteResult(outcome, 0, 0.0, "" if outcome is not WriteOutcome.BROKEN else "the path broke")
+        self.result = WriteResult(outcome, 0, None, "" if outcome is not WriteOutcome.BROKEN else "the path broke")
         self.on_end(self.result)
 
 
@@ -69,7 +69,7 @@ class NotingEndpoint:
     def regions(self) -> tuple[Region, ...]:
         return self._engine.regions()
 
-    async def accept(self, writer: int) -> Descriptor:
+    async def accept(self, writer: int, host: str = "") -> Descriptor:
         generation = writer
         if self.proofs.revoked:
             if writer not in self.agents:
@@ -77,7 +77,7 @@ class NotingEndpoint:
                 self.agents[writer] = self.generation
             generation = self.agents[writer]
         agent = f"explored-{self._incarnation:x}-{writer:x}-{generation:x}"
-        return Descriptor(self.backend, agent, self._incarnation, generation, b"", self.regions)
+        return Descriptor(self.backend, agent, self._incarnation, generation, b"", self.regions, self.proofs)
 
     async def revoke(self, writer: int) -> Revoked | None:
         """Where writers reach memory by themselves it proves nothing."""

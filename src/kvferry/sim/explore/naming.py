@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvferry.protocol.metadata import decode_notification
+from kvferry.protocol.metadata import Notification, decode_notification
 from kvferry.sim.explore.bounds import Links, State
 from kvferry.sim.explore.local import Locals
 
@@ -56,5 +56,5 @@ class Naming:
     @staticmethod
     def _note(payload: bytes, names: dict[int, int]) -> tuple[int, int, int]:
         news = decode_notification(payload)
-        assert news is not None
+        assert isinstance(news, Notification)
         return names.get(news.room, news.room), news.rank, news.incarnation

@@ -1,7 +1,7 @@
 """The staging decorator around any endpoint: slices are staged where that pays, everything else goes straight.
 
 What it promises is the contract's: a write ends FLUSHED when its bytes are where they belong, so when the target has
-scattered them. Its proofs are those of the endpoint within:
+scattered them. Its proofs are those that the endpoint within states for the writer, in the descriptor:
 
 * drained: a write ends only when what was announced of it has been scattered, and nothing else ever will be; where
   nobody can say that, it ends BROKEN, which is never followed by *drained*;
@@ -27,7 +27,6 @@ from kvferry.transfer.contract import (
     Endpoint,
     OnNotify,
     Peer,
-    Proofs,
     Region,
     Revoked,
     TransferError,
@@ -120,10 +119,6 @@ class StagingEndpoint:
         return self._inner.backend
 
     @property
-    def proofs(self) -> Proofs:
-        return self._inner.proofs
-
-    @property
     def regions(self) -> tuple[Region, ...]:
         return self._regions
 
@@ -134,11 +129,11 @@ class StagingEndpoint:
 
     # --- who may write here ---
 
-    async def accept(self, writer: int) -> Descriptor:
+    async def accept(self, writer: int, host: str = "") -> Descriptor:
         self._check_open()
         turn = self._turns[writer]
         self._accepted.add(writer)
-        inner = await self._inner.accept(writer)
+        inner = await self._inner.accept(writer, host)
         place = size_bytes = 0
         if turn == self._turns[writer]:  # else this agent is about to be destroyed
             place, size_bytes = self._rings.lend(writer, inner)

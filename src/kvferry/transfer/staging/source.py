@@ -38,9 +38,13 @@ _log = logging.getLogger(__name__)
 
 
 class StagedWrite:
-    """`open` counts what has been begun and has not ended: pieces, and the write of what is not staged."""
+    """`open` counts what has been begun and has not ended: pieces, and the write of what is not staged. It is posted
+    from the start of its first gathering on, and flushed when its last piece has been scattered.
+    """
 
-    def __init__(self, peer: StagedPeer, pieces: Iterator[Piece], on_end: Callable[[WriteResult], None]) -> None:
+    def __init__(
+        self, peer: StagedPeer, pieces: Iterator[Piece], on_end: Callable[[WriteResult], None], called_s: float
+    ) -> None:
         self.result: WriteResult | None = None
         self.peer, self.on_end = peer, on_end
         self.pieces = pieces
@@ -48,8 +52,10 @@ class StagedWrite:
         self.waits = False  # the next piece has found no room, and has been counted
         self.straight: WriteHandle | None = None
         self.open = 0
-        self.size_bytes = 0
+        self.size_bytes = self.descriptors = 0
+        self.called_s = called_s
         self.first_post_s: float | None = None
+        self.last_flush_s: float | None = None
         self.cancelled = False
         self.cut_short = False  # something of it was not written
         self.broken = ""
@@ -65,6 +71,14 @@ class StagedWrite:
         """No further piece is begun."""
         self.cut_short |= self.next is not None
         self.next, self.pieces = None, iter(())
+
+    def measure(self, part: WriteResult, now_s: float) -> None:
+        """A write of the endpoint within, which is a part of this one, has ended."""
+        self.descriptors += part.descriptors or 0
+        if part.wire_s is not None:
+            first_s = max(self.called_s, now_s - part.wire_s)
+            self.first_post_s = first_s if self.first_post_s is None else min(self.first_post_s, first_s)
+            self.last_flush_s = now_s
 
     @property
     def complete(self) -> bool:
@@ -113,7 +127,7 @@ class StagedPeer:
 
     def write(self, straight: Spans, pieces: Iterator[Piece], on_end: Callable[[WriteResult], None]) -> StagedWrite:
         """Raises TransferError when the endpoint within refuses what is not staged."""
-        write = StagedWrite(self, pieces, on_end)
+        write = StagedWrite(self, pieces, on_end, self._sender.now_s())
         if self.broken:
             self._break(write, self.broken)
         elif len(straight) or write.next is None:
@@ -137,6 +151,7 @@ class StagedPeer:
     def _straight_ended(self, write: StagedWrite, result: WriteResult) -> None:
         write.open -= 1
         write.size_bytes += result.size_bytes
+        write.measure(result, self._sender.now_s())
         if result.outcome is not WriteOutcome.FLUSHED:
             write.cut_short = True
         if result.outcome is WriteOutcome.BROKEN:
@@ -157,8 +172,10 @@ class StagedPeer:
         outcome = WriteOutcome.CANCELLED if write.cut_short else WriteOutcome.FLUSHED
         if write.broken:
             outcome = WriteOutcome.BROKEN
-        wire_s = 0.0 if write.first_post_s is None else self._sender.now_s() - write.first_post_s
-        result = WriteResult(outcome, write.size_bytes, wire_s, write.broken)
+        first_s, last_s, posted = write.first_post_s, write.last_flush_s, write.descriptors or None
+        wait_s = None if first_s is None else first_s - write.called_s
+        wire_s = None if first_s is None else (self._sender.now_s() if last_s is None else last_s) - first_s
+        result = WriteResult(outcome, write.size_bytes, wire_s, write.broken, wait_s, posted)
         self._sender.loop.call_soon(_tell, write, result)
 
     # --- pieces ---
@@ -225,6 +242,7 @@ class StagedPeer:
     def _flushed(self, write: StagedWrite, piece: Piece, room: Room, slot: int, result: WriteResult) -> None:
         """It lies in the ring."""
         self._posted -= 1
+        write.measure(result, self._sender.now_s())
         if result.outcome is not WriteOutcome.FLUSHED:
             self._sender.spoil(self)  # what of it may still land would land in another's piece
             self.end(result.error or "a piece was cancelled")
@@ -253,6 +271,7 @@ class StagedPeer:
             self.end(f"{self._descriptor.agent}: {message.error}")
         else:
             write.size_bytes += piece.size_bytes
+            write.last_flush_s = self._sender.now_s()
             self._sender.counts["pieces staged"] += 1
             self._sender.counts["staged bytes"] += piece.size_bytes
         self._settle(write)

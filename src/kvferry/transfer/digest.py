@@ -1,0 +1,61 @@
+"""Digests of write lists: one number for the bytes that a list of spans names, as they lie on one side.
+
+The digest is XXH3 (64 bits) of the spans' bytes one after the other, in the order of the list. Both sides of a write
+have the same list, so they get the same number exactly if the same bytes lie at both; how spans are merged or cut
+changes nothing. It finds what hardware, drivers and late writers do to bytes; it is no defence against forgery.
+
+The work is done on a thread of its own, and large pieces are hashed without the interpreter's lock. The memory must
+stay mapped until `close` has returned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import xxhash
+
+from kvferry.transfer.contract import Region, Spans
+
+#: Of no bytes at all.
+EMPTY = xxhash.xxh3_64_intdigest(b"")
+
+
+class Digests(Protocol):
+    """Digests of this process's own memory: `side` ("source" or "target") is the one that `spans` have here."""
+
+    async def of(self, spans: Spans, side: str) -> int: ...
+    async def close(self) -> None: ...
+
+
+def digest_of(spans: Spans, regions: Sequence[Region], side: str) -> int:
+    """XXH3-64 of the spans' bytes on one side, in their order. The spans lie within the regions."""
+    digest = xxhash.xxh3_64()
+    update, views = digest.update, [_view(region) for region in regions]
+    columns = (spans[name].tolist() for name in (f"{side}_region", f"{side}_offset", "length"))
+    for region, start, length in zip(*columns, strict=True):
+        update(views[region][start : start + length])
+    return digest.intdigest()
+
+
+def _view(region: Region) -> memoryview:
+    return memoryview((ctypes.c_char * (region.items * region.item_bytes)).from_address(region.base)).cast("B")
+
+
+class ThreadDigests:
+    """`Digests` by one thread, in the order in which they are asked for."""
+
+    def __init__(self, regions: Sequence[Region]) -> None:
+        self._regions = tuple(regions)
+        self._executor = ThreadPoolExecutor(1, "kvferry-digest")
+
+    async def of(self, spans: Spans, side: str) -> int:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._executor, digest_of, spans, self._regions, side)
+
+    async def close(self) -> None:
+        """Waits for the digest that is being taken; those that wait for their turn are given up."""
+        await asyncio.to_thread(self._executor.shutdown, True, cancel_futures=True)
