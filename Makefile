@@ -50,6 +50,7 @@ test-full: test  ## The tests, and what takes long: the exploration within its f
 	KVFERRY_LAYOUT_CASES=10000 $(BIN)/python -m pytest -q tests/transfer/test_plan_layouts.py
 	$(BIN)/kvferry sim explore
 	$(BIN)/kvferry sim --first 1000 --seeds 5000
+	KVFERRY_ALL_LAYOUTS=1 $(BIN)/python -m pytest tests/real/test_layouts.py -k every_pair
 
 lint: install-dev
 	$(BIN)/ruff check .

@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
-from kvferry.engine.contract import Engine, StepPlan, StepResult
+import msgspec
+
+from kvferry.engine.contract import Engine, RanksLost, StepPlan, StepResult
 
 #: Ticks are ten times closer than that.
 GAP_S = 1.0
+#: A forward that lacks a rank is over, and the link to that rank tells which one it is: by default within 10 s.
+LOST_S = 15.0
+
+
+class StepDone(msgspec.Struct, frozen=True):
+    """Item for the mailbox: this rank's part of a forward has finished."""
+
+    result: StepResult
+
+
+class StepLost(msgspec.Struct, frozen=True):
+    """Item: it can't finish any more, since other ranks are lost."""
+
+    why: str
+
+
+async def run_step(engine: Engine, plan: StepPlan) -> StepDone | StepLost:
+    try:
+        return StepDone(await engine.step(plan))
+    except RanksLost as error:
+        return StepLost(str(error))
 
 
 class EngineStalled(RuntimeError):
@@ -19,6 +42,7 @@ class Forward:
         self._engine = engine
         self._limit_s = limit_s
         self._looked_s = self._ran_s = 0.0
+        self._lost = ""
         self.done = 0
         self.running = False
 
@@ -27,14 +51,20 @@ class Forward:
         """The number for the next plan; only while none runs."""
         return self.done + 1
 
-    async def run(self, plan: StepPlan) -> StepResult:
-        return await self._engine.step(plan)
+    async def run(self, plan: StepPlan) -> StepDone | StepLost:
+        return await run_step(self._engine, plan)
 
     def started(self, now_s: float) -> None:
         self.running, self._looked_s, self._ran_s = True, now_s, 0.0
 
     def finished(self, step: int) -> None:
         self.running, self.done = False, step
+
+    def lost(self, why: str) -> None:
+        """It runs for ever: its pages can't be proved quiet. Whose fault it is, and so what becomes of the rooms, the
+        links tell; if they don't, this process ends alone.
+        """
+        self._lost, self._limit_s, self._ran_s = why, min(self._limit_s, LOST_S), 0.0
 
     def check(self, now_s: float) -> None:
         """A forward that does not end can't be cancelled, and its pages can't be proved quiet: the process must go.
@@ -47,6 +77,8 @@ class Forward:
         self._ran_s += min(now_s - self._looked_s, GAP_S)
         self._looked_s = now_s
         if self._ran_s >= self._limit_s:
+            if self._lost:
+                raise EngineStalled(f"forward {self.next} can't end: {self._lost}")
             raise EngineStalled(
                 f"forward {self.next} has run for {self._ran_s:.1f} s; the limit is {self._limit_s:g} s"
             )

@@ -10,14 +10,14 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from kvferry.actors.forward import Forward
+from kvferry.actors.forward import Forward, StepDone, StepLost
 from kvferry.actors.leaving import DrainRequested, Leaving
 from kvferry.actors.leg_room import LegRoom
 from kvferry.actors.load import LoadReports
 from kvferry.actors.outbox import TokenOutbox
 from kvferry.actors.parts import Parts
 from kvferry.actors.ports import LostReason
-from kvferry.actors.ranks.rank import Rank
+from kvferry.actors.ranks.rank import Rank, RankReplaced
 from kvferry.actors.ranks.team import Team
 from kvferry.engine.contract import StepPlan, StepResult
 from kvferry.memory.ledger import PageLedger
@@ -43,12 +43,6 @@ from kvferry.protocol.messages import (
 PROGRESS_EVERY_S = 1.0
 
 R = TypeVar("R", bound=LegRoom)
-
-
-class StepDone(msgspec.Struct, frozen=True):
-    """Item for the mailbox: this rank's part of a forward has finished."""
-
-    result: StepResult
 
 
 class Leader(Rank, Generic[R]):
@@ -83,6 +77,10 @@ class Leader(Rank, Generic[R]):
         match item:
             case StepDone(result):
                 self._all_stepped(self.team.stepped(result))
+            case StepLost(why):
+                self.forward.lost(why)
+            case RankReplaced(rank):
+                self._rank_lost(rank, "", "its process has been started again")
             case DrainRequested(limit_s):
                 self._leave_within(limit_s)
             case _:
@@ -104,7 +102,7 @@ class Leader(Rank, Generic[R]):
             self.spawn(self._run(plan))
 
     async def _run(self, plan: StepPlan) -> None:
-        self._mailbox.put(StepDone(await self.forward.run(plan)))
+        self._mailbox.put(await self.forward.run(plan))
 
     def _mate_stepped(self, peer: Address, message: Stepped) -> None:
         if (rank := self.team.rank_of(peer)) is not None:
@@ -212,7 +210,7 @@ class Leader(Rank, Generic[R]):
         self.reports.link_lost(peer)
         text = f"the link to {peer.name} ended: {reason.value}"
         if (rank := self.team.lost(peer)) is not None:
-            self._rank_lost(rank, peer, text)
+            self._rank_lost(rank, peer.name, text)
         for room in self.leg_rooms():
             for party, event in (
                 (room.router, self.ROOM_LOST),
@@ -232,11 +230,11 @@ class Leader(Rank, Generic[R]):
             self.info = msgspec.structs.replace(self.info, members=self.team.members())
             self.membership.change(Register(self.info))
 
-    def _rank_lost(self, rank: int, peer: Address, text: str) -> None:
+    def _rank_lost(self, rank: int, peer: str, text: str) -> None:
         """The instance dies as one: its rooms fail with one cause, and the process ends when our writes have."""
         begins = self.ending.begin(f"rank {rank} of {self.info.instance} is lost: {text}", self.clock.now_s())
         for room in self.leg_rooms() if begins else ():
-            cause = self.cause(room, "peer_lost", self.ending.why, room.machine.state.name, peer.name)
+            cause = self.cause(room, "peer_lost", self.ending.why, room.machine.state.name, peer)
             self.end_room(room, msgspec.structs.replace(cause, rank=rank))
 
     def end_room(self, room: R, cause: Cause) -> None:
@@ -273,7 +271,8 @@ class Leader(Rank, Generic[R]):
 
     def tick(self, now_s: float) -> None:
         super().tick(now_s)
-        self.forward.check(now_s)
+        if not self.ending:  # it ends in its own time, also where the forward never does
+            self.forward.check(now_s)
         self._check_clocks(now_s)
         if self.leaving.time_is_over(not self.rooms and self.membership.accepted, now_s):
             self.hand_over()

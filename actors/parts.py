@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from kvferry.actors.ports import Clock, Network, Resolve
 from kvferry.actors.settings import ClockSettings
 from kvferry.engine.contract import Combine, Engine, TextFactory
+from kvferry.protocol.address import Address
 from kvferry.protocol.rank import RankInfo
 from kvferry.transfer.contract import Endpoint
 from kvferry.transfer.digest import Digests
@@ -16,7 +17,8 @@ from kvferry.transfer.digest import Digests
 class Parts:
     """`mailbox` is its limit in messages; `max_rooms` in rooms of any phase. `combine` makes a leader's result of a
     forward where its ranks' engines don't exchange their parts among themselves. Without `digests` nothing that is
-    transferred is checked.
+    transferred is checked. `leader`: the process that a follower's engine is bound to; without it any leader of the
+    instance's name will do.
     """
 
     network: Network
@@ -31,3 +33,4 @@ class Parts:
     max_rooms: int
     combine: Combine | None = None
     digests: Digests | None = None
+    leader: Address | None = None

@@ -5,16 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
+from kvferry.actors.forward import StepDone, StepLost, run_step
 from kvferry.actors.membership import RETRY_S
 from kvferry.actors.parts import Parts
 from kvferry.actors.ports import LostReason
 from kvferry.actors.ranks.rank import Rank
-from kvferry.engine.contract import StepPlan, StepResult, decode_plan
+from kvferry.engine.contract import StepPlan, decode_plan
 from kvferry.protocol.address import Address
 from kvferry.protocol.instance import Join, Joined, RunStep, Stepped
 from kvferry.protocol.messages import Message, Register
+
+#: A process that is lost for such a reason will not answer again.
+_GONE = (LostReason.EXITED, LostReason.REPLACED, LostReason.REFUSED)
 
 
 @dataclass(frozen=True)
@@ -24,14 +26,10 @@ class LeaderFound:
     address: Address | None
 
 
-class StepEnded(msgspec.Struct, frozen=True):
-    """Item: this rank's part of a forward has ended."""
-
-    result: StepResult
-
-
 class Follower(Rank):
-    """Base of the followers. It registers its rank by itself, and looks for its leader by the instance's name."""
+    """Base of the followers. It registers its rank by itself. Its leader is the process that its engine is bound to, or
+    else whoever has the instance's name.
+    """
 
     role = ""
 
@@ -40,7 +38,7 @@ class Follower(Rank):
         self.leader: Address | None = None
         self.joined = False
         self.steps_done = 0
-        self._resolve = parts.resolve
+        self._resolve, self._bound_to = parts.resolve, parts.leader
         self._looking = False
         self._retry_at_s = 0.0
         self._join = Join(self.info)
@@ -50,9 +48,11 @@ class Follower(Rank):
         match item:
             case LeaderFound(address):
                 self._found(address)
-            case StepEnded(result):
+            case StepDone(result):
                 self.steps_done = result.step
                 self.tell_leader(Stepped(result.step, result.part))
+            case StepLost():
+                self.counts["forwards that lack a rank"] += 1  # the leader's end is ours
             case _:
                 super().receive(item)
 
@@ -71,6 +71,9 @@ class Follower(Rank):
         return known
 
     async def _look(self) -> None:
+        if self._bound_to is not None:
+            self._mailbox.put(LeaderFound(self._bound_to))
+            return
         try:
             self._mailbox.put(LeaderFound(await self._resolve(self.info.instance)))
         except LookupError:
@@ -100,7 +103,7 @@ class Follower(Rank):
         super().link_lost(peer, reason)
         if self.leader is None or self.leader.incarnation != peer.incarnation:
             return
-        if not self.joined:
+        if not self.joined and (self._bound_to is None or reason not in _GONE):
             self.leader = None  # it was on its way out, or another one has its name now
             return
         text = f"{self.network.address.name} has lost its leader {peer.name}: {reason.value}"
@@ -128,7 +131,7 @@ class Follower(Rank):
             self.spawn(self._run(decode_plan(message.plan)))
 
     async def _run(self, plan: StepPlan) -> None:
-        self._mailbox.put(StepEnded(await self.engine.step(plan)))
+        self._mailbox.put(await run_step(self.engine, plan))
 
     # --- status ---
 

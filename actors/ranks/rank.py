@@ -4,6 +4,7 @@ and a life that ends with the other ranks'.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from kvferry.actors.actor import Actor
@@ -13,6 +14,13 @@ from kvferry.actors.ports import LostReason
 from kvferry.actors.ranks.ending import Ending
 from kvferry.protocol.address import Address
 from kvferry.protocol.messages import Message, Registered, RegistrationRefused
+
+
+@dataclass(frozen=True)
+class RankReplaced:
+    """Item for a leader: that rank has ended, since there is another process in its place."""
+
+    rank: int
 
 
 class Rank(Actor):
@@ -32,6 +40,10 @@ class Rank(Actor):
             await self.digests.close()  # before the memory goes
         await self.engine.close()
         await super().close()
+
+    async def replaced(self, rank: int) -> None:
+        """A call, by a leader's host: another process says that it is that rank now."""
+        self._mailbox.put(RankReplaced(rank))
 
     def receive(self, item: Any) -> None:
         if isinstance(item, RegistryFound):

@@ -7,11 +7,12 @@ import torch
 
 from kvferry.engine.kv_pool import KVPool
 from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.rank import Slice
 from kvferry.transfer.contract import RegionKind
 
 
 def make(**changes):
-    sizes = {"layers": 3, "pages": 5, "page_size": 4, "kv_heads": 2, "head_dim": 8, "metadata_rows": 6}
+    sizes = {"part": Slice(0, 3, 0, 2), "pages": 5, "page_size": 4, "head_dim": 8, "metadata_rows": 6}
     return KVPool(**{**sizes, "dtype": torch.float32, **changes})
 
 
@@ -25,6 +26,16 @@ def test_regions_in_order_and_size():
     }
     rows = regions[-1]
     assert (rows.kind, rows.items, rows.item_bytes, rows.heads) == (RegionKind.ROWS, 6, 256, 0)
+
+
+def test_regions_of_a_part_are_named_by_global_layer_and_head():
+    pool = make(part=Slice(first_layer=7, layers=2, first_head=3, heads=1))
+    regions = pool.regions()[:-1]
+    assert [(r.part, r.layer) for r in regions] == [("k", 7), ("v", 7), ("k", 8), ("v", 8)]
+    assert {(r.item_bytes, r.first_head, r.heads) for r in regions} == {(4 * 1 * 8 * 4, 3, 1)}
+    assert pool.first_layer == 7 and [r.base for r in regions] == [
+        t.data_ptr() for t in (pool.k[0], pool.v[0], pool.k[1], pool.v[1])
+    ]
 
 
 def test_regions_are_page_aligned_and_apart():

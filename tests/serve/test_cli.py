@@ -164,10 +164,10 @@ def test_config_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["config", "check", str(file), "--json"]) == 0
     text = capsys.readouterr().out
     assert json.loads(text)["api"]["keys"] == ["(hidden)"] and "s3cret" not in text
-    file.write_text("applications:\n- {import_path: 'kvferry.serve.deployment:build', args: {decode: {tp: 2}}}\n")
+    file.write_text("applications:\n- {import_path: 'kvferry.serve.deployment:build', args: {decode: {tp: 65}}}\n")
     assert main(["config", "check", str(file)]) == 1
     assert capsys.readouterr().err == (
-        "kvferry: applications[0].args.decode.tp: 2 is not acceptable; allowed: 1 (in this version)\n"
+        "kvferry: applications[0].args.decode.tp: 65 is not acceptable; allowed: at least 1 and at most 64\n"
     )
 
 

@@ -81,6 +81,15 @@ def test_what_is_there_passes() -> None:
         launcher.check_model("/")
 
 
+def test_ranks_that_the_model_cannot_be_cut_into(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "c.yaml"
+    args = "{prefill: {tp: 3, pp: 2}, decode: {tp: 2}}"
+    file.write_text(f"applications:\n- {{import_path: 'kvferry.serve.deployment:build', args: {args}}}\n")
+    assert main(["serve", str(file), "--port", "0"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "applications[0].args.decode.tp: 2 is not acceptable" in line and "9 query heads" in line
+
+
 def test_the_secrets_are_there_before_the_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(AssertionError, match="about to be started"):
         main(["serve", "--port", "0"])

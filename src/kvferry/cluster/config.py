@@ -147,6 +147,20 @@ class Config(Settings, frozen=True):
             "router": self.router.instances,
         }
 
+    def shape(self, role: str) -> tuple[int, int]:
+        """(tp, pp) of an instance; roles that can't be cut have neither."""
+        settings = getattr(self, role)
+        return getattr(settings, "tp", 1), getattr(settings, "pp", 1)
+
+    def ranks(self, role: str) -> int:
+        """How many processes an instance of the role has."""
+        tp, pp = self.shape(role)
+        return tp * pp
+
+    def slots(self) -> int:
+        """How many slots the configured instances take: one for each rank."""
+        return sum(number * self.ranks(role) for role, number in self.wanted().items() if role != "router")
+
     def to_bytes(self) -> bytes:
         return msgspec.json.encode(self)
 

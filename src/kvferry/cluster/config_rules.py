@@ -46,12 +46,16 @@ RANGES: dict[str, Range] = {
     "http.port": Range(0, 65_535),
     "model.page_size": Range(1, 1024, "tokens"),
     "prefill.instances": Range(0, 64),
+    "prefill.tp": Range(1, 64),
+    "prefill.pp": Range(1, 64),
     "prefill.pool_pages": _POOL,
     "prefill.chunk_tokens": Range(1, 65_536, "tokens"),
     "prefill.batch_tokens": Range(1, 1_048_576, "tokens"),
     "prefill.max_rooms": Range(1, 65_536),
     "prefill.threads": Range(1, 1024),
     "decode.instances": Range(0, 64),
+    "decode.tp": Range(1, 64),
+    "decode.pp": Range(1, 64),
     "decode.pool_pages": _POOL,
     "decode.max_running": Range(1, 4096),
     "decode.max_rooms": Range(1, 65_536),
@@ -113,10 +117,6 @@ HIDDEN = "(hidden)"
 
 #: The only values of this version.
 CHOICES: dict[str, tuple[object, ...]] = {
-    "prefill.tp": (1,),
-    "prefill.pp": (1,),
-    "decode.tp": (1,),
-    "decode.pp": (1,),
     "router.policy": ("predicted", "power_of_two", "round_robin", "random"),
     "router.dp_choice": ("follow_bootstrap_room", "load"),
     "transfer.policy": (EARLY, PREFILL_COMPLETE),
@@ -247,9 +247,9 @@ def _ingress(config: Config) -> Iterator[Complaint]:
 
 
 def _slots(config: Config) -> Iterator[Complaint]:
-    needed = sum(number for role, number in config.wanted().items() if role != "router")
+    needed = config.slots()
     if 0 < config.cluster.slots < needed:
-        yield "cluster.slots", config.cluster.slots, f"0, or at least the {needed} instances of the configuration"
+        yield "cluster.slots", config.cluster.slots, f"0, or at least the {needed} ranks of the configuration"
 
 
 def _calls(config: Config) -> Iterator[Complaint]:

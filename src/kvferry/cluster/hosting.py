@@ -1,4 +1,6 @@
-"""`kvferry.actors.pools.Hosting` on Ray: per member a placement group and a named actor, owned by the controller."""
+"""`kvferry.actors.pools.Hosting` on Ray: per member a placement group, and in it a named actor for each
+of its ranks, all owned by the controller.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from kvferry.actors.ranks.names import instance_of, process_names
 from kvferry.cluster.config import Config
 from kvferry.cluster.host import Host
 from kvferry.cluster.names import NAMESPACE
@@ -31,7 +34,7 @@ RemoteHost = ray.remote(Host)
 
 class RayHosting:
     """Ray starts a process again that has died, under the same name, until `remove`: where its slot is, or on another
-    host that has one free.
+    host that has one free. The ranks of an instance share a host, whose loopback their engines use.
     """
 
     def __init__(self, config: bytes) -> None:
@@ -39,14 +42,15 @@ class RayHosting:
         self._slot = self._config.cluster.slot_resource
         self._groups: dict[str, PlacementGroup] = {}
         self._nodes: dict[str, str] = {}  # where each one's slot is, or should be
-        self._hosts: dict[str, Any] = {}
+        self._hosts: dict[str, list[Any]] = {}  # of each rank, the leader's first
 
     async def start(self, role: str, name: str) -> str | None:
         try:
-            if role not in SLOTLESS and (missing := await asyncio.to_thread(self._place, name)) is not None:
+            if role not in SLOTLESS and (missing := await asyncio.to_thread(self._place, role, name)) is not None:
                 return missing
-            if name not in self._hosts:
-                self._hosts[name] = self._host_actor(role, name)
+            hosts = self._hosts.setdefault(name, [])
+            for process in process_names(name, self._config.ranks(role))[len(hosts) :]:
+                hosts.append(self._host_actor(role, name, process))
         except ValueError:
             # Of the controller before us: its actors end with it, a moment later.
             return "waits for an actor of the same name that has not ended yet"
@@ -54,27 +58,29 @@ class RayHosting:
             return f"waits for Ray: {short(error)}"
         return None
 
-    def _host_actor(self, role: str, name: str) -> Any:
+    def _host_actor(self, role: str, name: str, process: str) -> Any:
         options: dict[str, Any] = {"resources": ON_HEAD}
         if role not in SLOTLESS:
-            strategy = PlacementGroupSchedulingStrategy(self._groups[name], placement_group_bundle_index=0)
+            _, rank = instance_of(process)
+            strategy = PlacementGroupSchedulingStrategy(self._groups[name], placement_group_bundle_index=rank)
             options = {"resources": {self._slot: 1}, "scheduling_strategy": strategy}
         return RemoteHost.options(
-            name=name,
+            name=process,
             namespace=NAMESPACE,
             num_cpus=0,
             max_restarts=-1,
             max_task_retries=0,
             max_concurrency=CONCURRENT_CALLS,
             **options,
-        ).remote(role, name, self._data)
+        ).remote(role, process, self._data)
 
-    def _place(self, name: str) -> str | None:
-        """Reserve a slot, and say what is missing until it is there. Blocks for milliseconds."""
+    def _place(self, role: str, name: str) -> str | None:
+        """Reserve a slot for each rank, and say what is missing until they are there. Blocks for milliseconds."""
+        ranks = self._config.ranks(role)
         if name not in self._groups:
-            target = target_node(self._config, ray.nodes(), Counter(self._nodes.values()))
+            target = target_node(self._config, ray.nodes(), self._taken())
             self._groups[name] = placement_group(
-                [{self._slot: 1}], strategy="STRICT_PACK", name=name, _soft_target_node_id=target
+                [{self._slot: 1}] * ranks, strategy="STRICT_PACK", name=name, _soft_target_node_id=target
             )
             self._nodes[name] = target or ""
         table = placement_group_table(self._groups[name])
@@ -83,7 +89,14 @@ class RayHosting:
             return None
         offered = ray.cluster_resources().get(self._slot, 0.0)
         taken = offered - ray.available_resources().get(self._slot, 0.0)
-        return f"needs 1 {self._slot}, the cluster offers {offered:g}, {taken:g} are taken"
+        return f"needs {ranks} {self._slot}, the cluster offers {offered:g}, {taken:g} are taken"
+
+    def _taken(self) -> Counter[str]:
+        """Our slots, by node."""
+        taken: Counter[str] = Counter()
+        for name, node in self._nodes.items():
+            taken[node] += self._groups[name].bundle_count
+        return taken
 
     async def process(self, name: str) -> object:
         return await self._answer(name, self._host(name).pid.remote())
@@ -103,10 +116,11 @@ class RayHosting:
             return False
 
     async def _remove(self, name: str) -> bool:
-        handle, group = self._hosts.get(name), self._groups.get(name)
-        if handle is not None:
+        handles, group = self._hosts.get(name, []), self._groups.get(name)
+        for handle in handles:
             ray.kill(handle, no_restart=True)
-            if await asyncio.to_thread(_exists, name):
+        for process in process_names(name, len(handles)) if handles else ():
+            if await asyncio.to_thread(_exists, process):
                 return False  # Ray has not yet seen its end
         if group is not None:
             await asyncio.to_thread(remove_placement_group, group)
@@ -115,9 +129,10 @@ class RayHosting:
         return True
 
     def _host(self, name: str) -> Any:
-        if name not in self._hosts:
+        """Its leader's."""
+        if not self._hosts.get(name):
             raise LookupError(f"there is no process {name}")
-        return self._hosts[name]
+        return self._hosts[name][0]
 
     @staticmethod
     async def _answer(name: str, reference: Awaitable[Any]) -> Any:

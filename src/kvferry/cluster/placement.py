@@ -16,8 +16,8 @@ ON_HEAD = {"node:__internal_head__": 0.0001}
 
 
 def target_node(config: Config, nodes: Sequence[dict[str, Any]], ours: Mapping[str, int]) -> str | None:
-    """The node that an instance should go to; `nodes` as `ray.nodes()` lists them, `ours` counts the instances that
-    are there already, by node.
+    """The node that an instance should go to; `nodes` as `ray.nodes()` lists them, `ours` counts the slots that
+    instances have taken there already, by node.
 
     Instances are spread over the hosts that have slots: the loss of one host then costs the fewest. With transports
     "host" they must share one, so all go to the host with the most slots while it lives. None: no host has a slot.

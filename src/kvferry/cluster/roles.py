@@ -12,28 +12,33 @@ from kvferry.actors.actor import Actor
 from kvferry.actors.bootstrap.registry import Registry
 from kvferry.actors.bootstrap.room_ranks import RoomRanks
 from kvferry.actors.decode.decode import Decode
+from kvferry.actors.decode.follower import DecodeFollower
 from kvferry.actors.inbox import Inbox
 from kvferry.actors.parts import Parts
-from kvferry.actors.ports import Network, Resolve
+from kvferry.actors.ports import Network
+from kvferry.actors.prefill.follower import PrefillFollower
 from kvferry.actors.prefill.prefill import Prefill
+from kvferry.actors.ranks.names import instance_of
 from kvferry.actors.router.router import Router
 from kvferry.actors.settings import DecodeSettings, PrefillSettings, UnifiedSettings
 from kvferry.actors.unified.leader import UnifiedLeader
 from kvferry.cluster.clock import SystemClock, SystemRandom
 from kvferry.cluster.config import Config
+from kvferry.cluster.meeting import Meeting, MeetingPoint, meet_leader
 from kvferry.cluster.names import NAMESPACE, REGISTRY
 from kvferry.cluster.network import check_reachable, open_network, own_host, secret_of
 from kvferry.cluster.secret import load_secret, registry_token
 from kvferry.engine.contract import Engine
 from kvferry.engine.text import TokenizerTexts
 from kvferry.protocol.address import Address
-from kvferry.protocol.rank import RankInfo
+from kvferry.protocol.rank import LEADER, RankInfo
 from kvferry.transfer.backends import Site, make_endpoint
 from kvferry.transfer.contract import Endpoint, OnNotify
 from kvferry.transfer.digest import ThreadDigests
 from kvferry.transfer.nowhere import Nowhere
 
 if TYPE_CHECKING:
+    from kvferry.engine.group import Group
     from kvferry.engine.loader import Loaded
     from kvferry.engine.torch_engine import TorchEngine
 
@@ -50,8 +55,10 @@ async def resolve(name: str) -> Address:
     return address
 
 
-async def build_role(role: str, name: str, config: Config) -> Actor:
-    """The actor of `role`, ready to run; models are loaded and memory registered off the loop."""
+async def build_role(role: str, name: str, config: Config, point: MeetingPoint) -> Actor:
+    """The actor of `role`, or of one rank of its, ready to run; models are loaded and memory registered off the loop.
+    At an instance's leader, its followers are told through `point` where they find it.
+    """
     if role != "registry":
         await _check_reachable(config)
     clock, random = SystemClock(), SystemRandom()
@@ -64,7 +71,7 @@ async def build_role(role: str, name: str, config: Config) -> Actor:
     if role == "router":
         backend = f"{config.transfer.backend}/{config.transfer.transports}"
         return Router(network, clock, mailbox, random, resolve, config.router, config.clocks, backend)
-    return await _leader(role, name, config, network, resolve)
+    return await _rank(role, name, config, network, point)
 
 
 def _registry(config: Config, network: Network) -> Registry:
@@ -91,46 +98,64 @@ async def _check_reachable(config: Config) -> None:
     check_reachable(config.cluster.bind_host, registry)
 
 
-async def _leader(role: str, name: str, config: Config, network: Network, resolve: Resolve) -> Actor:
+async def _rank(role: str, name: str, config: Config, network: Network, point: MeetingPoint) -> Actor:
     clock = SystemClock()
+    instance, rank = instance_of(name)
     settings: PrefillSettings | DecodeSettings | UnifiedSettings = getattr(config, role)
+    loaded = await asyncio.to_thread(load_model, config, role)
+    group, leader = None, None
+    if config.ranks(role) > 1:
+        leader, group = await _group(role, instance, rank, config, network.address, point)
     # A metadata row per room that can be held, those included that only wait for proof.
     sizes = (settings.pool_pages, settings.max_rooms, settings.threads)
     shared = config.transfer.shares_memory and role != "unified"
-    loaded, engine = await asyncio.to_thread(load_engine, config, *sizes, shared=shared)
+    engine = await asyncio.to_thread(make_engine, loaded, config, *sizes, group, shared)
     texts = TokenizerTexts(loaded.tokenizer, loaded.eos_token_ids)
     inbox = Inbox()
     endpoint: Endpoint = Nowhere()
     if role != "unified":
         endpoint = await _endpoint(config, engine, network, inbox)
-    info = _rank_info(role, name, config, network.address, engine)
-    mailbox, clocks = config.links.mailbox, config.clocks
+    info = _rank_info(role, instance, rank, config, network.address, engine)
+    mailbox, clocks, rooms = config.links.mailbox, config.clocks, settings.max_rooms
     digests = ThreadDigests(engine.regions()) if config.transfer.checksum and role != "unified" else None
     parts = Parts(
-        network, clock, mailbox, resolve, engine, texts, endpoint, info, clocks, settings.max_rooms, digests=digests
-    )
-    if role == "prefill":
-        return Prefill(parts, config.prefill)
+        network, clock, mailbox, resolve, engine, texts, endpoint, info, clocks, rooms, digests=digests,
+        leader=leader,
+    )  # fmt: skip
     if role == "unified":
         return UnifiedLeader(parts, config.unified)
-    decode = Decode(parts, config.decode)
+    if role == "prefill":
+        return Prefill(parts, config.prefill) if rank == LEADER else PrefillFollower(parts)
+    decode = Decode(parts, config.decode) if rank == LEADER else DecodeFollower(parts)
     inbox.deliver = decode.notified
     return decode
 
 
-def load_engine(
-    config: Config, pages: int, rows: int, threads: int, shared: bool = False
-) -> tuple[Loaded, TorchEngine]:
-    """The configured model with a pool of its own, which others may map if it is `shared`; `rows` metadata rows. Blocks
-    for seconds.
-    """
+def load_model(config: Config, role: str = "unified") -> Loaded:
+    """The configured model; blocks for seconds. Raises ConfigError, also if it can't be cut into the role's ranks."""
     # Imported where a model is loaded: torch and transformers are no concern of the registry and the routers, which
     # start in a quarter of the time without them.
+    from kvferry.engine.adapter import check_split
     from kvferry.engine.loader import load
-    from kvferry.engine.torch_engine import TorchEngine
 
     loaded = load(config.model.model, config.model.dtype)
-    engine = TorchEngine(
+    check_split(loaded.config, *config.shape(role), f"{role}.")
+    return loaded
+
+
+def make_engine(
+    loaded: Loaded,
+    config: Config,
+    pages: int,
+    rows: int,
+    threads: int,
+    group: Group | None = None,
+    shared: bool = False,
+) -> TorchEngine:
+    """An engine with a pool of its own, which others may map if it is `shared`; `rows` metadata rows."""
+    from kvferry.engine.torch_engine import TorchEngine
+
+    return TorchEngine(
         loaded,
         pages=pages,
         page_size=config.model.page_size,
@@ -138,8 +163,31 @@ def load_engine(
         threads=threads,
         now_s=SystemClock().now_s,
         shared=shared,
+        group=group,
     )
-    return loaded, engine
+
+
+def load_engine(config: Config, pages: int, rows: int, threads: int) -> tuple[Loaded, TorchEngine]:
+    """The configured model, whole, and its engine. Blocks for seconds."""
+    loaded = load_model(config)
+    return loaded, make_engine(loaded, config, pages, rows, threads)
+
+
+async def _group(
+    role: str, instance: str, rank: int, config: Config, own: Address, point: MeetingPoint
+) -> tuple[Address, Group]:
+    """The instance's leader, and what ties this rank's engine to the others'; waits for all of them."""
+    from kvferry.engine.group import Group, Place, join_store, open_store
+
+    if rank == LEADER:
+        store, port = await asyncio.to_thread(open_store)
+        meeting = Meeting(own, port)
+        point.open(meeting)
+    else:
+        meeting = await meet_leader(instance, rank, own.incarnation, SystemClock())
+        store = await asyncio.to_thread(join_store, meeting.port)
+    token, place = f"{meeting.leader.incarnation:016x}", Place.of(rank, *config.shape(role))
+    return meeting.leader, await asyncio.to_thread(Group, store, token, place, config.clocks.no_progress_s)
 
 
 async def _endpoint(config: Config, engine: TorchEngine, network: Network, inbox: OnNotify) -> Endpoint:
@@ -157,13 +205,18 @@ async def _endpoint(config: Config, engine: TorchEngine, network: Network, inbox
     return await asyncio.to_thread(make_endpoint, config.transfer, site, sleep=clock.sleep)
 
 
-def _rank_info(role: str, name: str, config: Config, address: Address, engine: Engine) -> RankInfo:
+def _rank_info(role: str, instance: str, rank: int, config: Config, address: Address, engine: Engine) -> RankInfo:
     pages, tokens = engine.limits.pages, engine.limits.tokens
+    tp, pp = config.shape(role)
     return RankInfo(
-        instance=name,
+        instance=instance,
         role=role,
         address=address,
         layout=msgspec.structs.replace(engine.layout, policy=config.transfer.policy),
+        tp_rank=rank % tp,
+        tp_size=tp,
+        pp_rank=rank // tp,
+        pp_size=pp,
         pages=pages,
         max_prompt_tokens=tokens,
         max_total_tokens=tokens,

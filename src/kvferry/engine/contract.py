@@ -77,6 +77,10 @@ class StepResult(msgspec.Struct, frozen=True):
 Combine = Callable[[StepPlan, StepResult, Iterable[bytes]], StepResult]
 
 
+class RanksLost(RuntimeError):
+    """A forward needs other ranks of the instance, and one of them is gone or stands still."""
+
+
 class EngineLimits(msgspec.Struct, frozen=True):
     """pages: usable pages of the pool (ids 0 .. pages - 1); context_tokens: the model's longest sequence."""
 

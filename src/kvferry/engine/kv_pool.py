@@ -1,7 +1,7 @@
 """The paged KV pool of one rank: the memory that peers write into, and the tensors the model reads.
 
-K and V of each layer are one contiguous tensor [pages, page_size, kv_heads, head_dim], so a page of one layer's K
-is one item of one region. The metadata rows of requests lie in the same arena, as the last region.
+K and V of each layer are one contiguous tensor [pages, page_size, heads, head_dim], so a page of one layer's K is one
+item of one region. The metadata rows of requests lie in the same arena, as the last region.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.metadata import ROW_BYTES
+from kvferry.protocol.rank import Slice
 from kvferry.transfer.contract import Region, RegionKind
 from kvferry.transfer.shared import Area
 
@@ -52,19 +53,19 @@ def aligned(size_bytes: int) -> int:
 
 
 class KVPool:
-    """`pages` usable pages (ids 0 .. pages - 1) of `page_size` tokens, and `metadata_rows` rows of `ROW_BYTES`.
+    """`pages` usable pages (ids 0 .. pages - 1) of `page_size` tokens, and `metadata_rows` rows of `ROW_BYTES`; of the
+    layers and heads in `part`.
 
-    `k[layer]`, `v[layer]`: [pages, page_size, kv_heads, head_dim] of `dtype`. `shared`: other processes may map the
-    memory, which is in `areas`. Raises ConfigError for a size below 1.
+    `k[at]`, `v[at]` of layer `first_layer + at`: [pages, page_size, heads, head_dim] of `dtype`. `shared`: other
+    processes may map the memory, which is in `areas`. Raises ConfigError for a size below 1.
     """
 
     def __init__(
         self,
         *,
-        layers: int,
+        part: Slice,
         pages: int,
         page_size: int,
-        kv_heads: int,
         head_dim: int,
         dtype: torch.dtype,
         metadata_rows: int,
@@ -73,20 +74,24 @@ class KVPool:
         for name, value in (("pages", pages), ("page_size", page_size), ("metadata_rows", metadata_rows)):
             if value < 1:
                 raise ConfigError(f"pool.{name}", value, "at least 1")
-        self.pages, self.page_size, self.kv_heads = pages, page_size, kv_heads
-        shape = (pages, page_size, kv_heads, head_dim)
+        self.pages, self.page_size, self._part = pages, page_size, part
+        shape = (pages, page_size, part.heads, head_dim)
         self.page_bytes = prod(shape[1:]) * dtype.itemsize
         row_bytes = metadata_rows * ROW_BYTES
-        arena = Arena(2 * layers * aligned(pages * self.page_bytes) + aligned(row_bytes), shared)
+        arena = Arena(2 * part.layers * aligned(pages * self.page_bytes) + aligned(row_bytes), shared)
         self.areas = () if arena.area is None else (arena.area,)
-        self.k = [arena.take(shape, dtype) for _ in range(layers)]
-        self.v = [arena.take(shape, dtype) for _ in range(layers)]
+        self.k = [arena.take(shape, dtype) for _ in range(part.layers)]
+        self.v = [arena.take(shape, dtype) for _ in range(part.layers)]
         self.metadata = arena.take((metadata_rows, ROW_BYTES), torch.uint8)
+
+    @property
+    def first_layer(self) -> int:
+        return self._part.first_layer
 
     def regions(self) -> tuple[Region, ...]:
         """K and V of each layer, then the metadata rows. The memory stays where it is while the pool lives."""
         found = []
-        for layer, pair in enumerate(zip(self.k, self.v, strict=True)):
+        for layer, pair in enumerate(zip(self.k, self.v, strict=True), self._part.first_layer):
             for part, tensor in zip(("k", "v"), pair, strict=True):
                 found.append(
                     Region(
@@ -96,9 +101,11 @@ class KVPool:
                         base=tensor.data_ptr(),
                         item_bytes=self.page_bytes,
                         items=self.pages,
-                        first_head=0,
-                        heads=self.kv_heads,
+                        first_head=self._part.first_head,
+                        heads=self._part.heads,
                         tokens=self.page_size,
+                        replica=self._part.replica,
+                        replicas=self._part.replicas,
                     )
                 )
         rows = Region(

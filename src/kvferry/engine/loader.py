@@ -68,6 +68,11 @@ def locate(model: str, cache_dir: Path | None = None) -> Source:
     return _from_hub(model)
 
 
+def model_config(source: Source) -> Any:
+    """transformers' configuration of the model's text part."""
+    return transformers.AutoConfig.from_pretrained(source.directory).get_text_config()
+
+
 def load_tokenizer(source: Source) -> Any:
     return transformers.AutoTokenizer.from_pretrained(source.directory)
 

@@ -8,9 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from kvferry.engine.adapter import Adapter
+from kvferry.engine.adapter import Adapter, cut, layout_of
 from kvferry.engine.batch import build
 from kvferry.engine.contract import Drawn, EngineLimits, StepPlan, StepResult
+from kvferry.engine.group import Group
 from kvferry.engine.loader import Loaded
 from kvferry.engine.patches import apply_cpu_patches
 from kvferry.engine.rules import check_plan
@@ -19,12 +20,18 @@ from kvferry.protocol.rank import Layout
 from kvferry.transfer.contract import Region
 from kvferry.transfer.shared import Area
 
+#: A forward of an instance whose ranks all live has ended by then; of another it may never end.
+CLOSE_S = 5.0
+
 
 class TorchEngine:
     """Implements `kvferry.engine.contract.Engine`. Takes the loaded model over (patches change it in place).
 
-    Raises ConfigError for a model that it can't serve and for sizes below 1. Cancelling a `step` that runs does not
-    stop its forward: its pages are written until it, or `close`, has ended. `shared`: other processes may map the pool.
+    With `group` it is the engine of one rank, and each of its steps runs at all of them, or at none: the leader draws
+    the tokens, the others' results have none. Raises ConfigError for a model that it can't serve or cut into so many
+    ranks, and for sizes below 1; with `group`, making it and `step` raise RanksLost. Cancelling a `step` that runs does
+    not stop its forward: its pages are written until it, or `close`, has ended.
+    `shared`: other processes may map the pool.
     """
 
     def __init__(
@@ -38,12 +45,16 @@ class TorchEngine:
         now_s: Callable[[], float],
         patches: bool = True,
         shared: bool = False,
+        group: Group | None = None,
     ) -> None:
         self._now_s = now_s
         self._eos_token_ids = loaded.eos_token_ids
+        self._layout = layout_of(loaded, page_size)
+        shard = None if group is None else cut(loaded, group)
         if patches:
             apply_cpu_patches(loaded.model)
-        self._adapter = Adapter(loaded)
+        self._adapter = Adapter(loaded, shard)
+        self._alone = group is None
         self._pool = self._adapter.pool(pages=pages, page_size=page_size, metadata_rows=metadata_rows, shared=shared)
         # torch keeps the number of threads per calling thread, so it is set on the one that computes
         self._executor = ThreadPoolExecutor(1, "engine", torch.set_num_threads, (threads,))
@@ -52,15 +63,6 @@ class TorchEngine:
             page_size=page_size,
             context_tokens=loaded.context_tokens,
             vocab_size=self._adapter.vocab_size,
-        )
-        self._layout = Layout(
-            model=loaded.name,
-            revision=loaded.revision,
-            dtype=loaded.dtype,
-            page_size=page_size,
-            layers=self._adapter.layers,
-            kv_heads=self._adapter.kv_heads,
-            head_dim=self._adapter.head_dim,
         )
 
     @property
@@ -95,12 +97,15 @@ class TorchEngine:
         tensors = build(plan, self._limits.page_size)
         logits = self._adapter.forward(tensors, self._pool)
         drawn: list[Drawn | None] = [None] * len(plan.sequences)
-        if tensors.wanted:
+        if logits is not None and tensors.wanted:
             tokens = sample(logits, [plan.sequences[index] for index in tensors.wanted], self._eos_token_ids)
             for index, token in zip(tensors.wanted, tokens, strict=True):
                 drawn[index] = token
         return StepResult(plan.step, tuple(drawn), self._now_s() - started_s)
 
     async def close(self) -> None:
-        """Wait for the step that runs, and end the thread. The pool's memory lives as long as this object."""
-        await asyncio.get_running_loop().run_in_executor(None, self._executor.shutdown)
+        """Wait for the step that runs, and end the thread. A step that waits for another rank is left behind after
+        `CLOSE_S`: it ends by its own limit, or with the process. The pool's memory lives as long as this object.
+        """
+        ended = asyncio.get_running_loop().run_in_executor(None, self._executor.shutdown)
+        await asyncio.wait({ended}, timeout=None if self._alone else CLOSE_S)

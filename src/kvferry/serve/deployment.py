@@ -132,11 +132,8 @@ async def open_front(config: Config) -> AsyncIterator[Front]:
 
 def _vocabulary(model: str) -> tuple[ChatTokenizer, int]:
     """The model's tokenizer, and how many ids its embedding has rows for. Raises ConfigError."""
-    from transformers import AutoConfig
-
-    from kvferry.engine.loader import load_tokenizer, locate
+    from kvferry.engine.loader import load_tokenizer, locate, model_config
     from kvferry.engine.tokenizer import ChatTokenizer
 
     source = locate(model)
-    config = AutoConfig.from_pretrained(source.directory).get_text_config()
-    return ChatTokenizer(load_tokenizer(source)), int(config.vocab_size)
+    return ChatTokenizer(load_tokenizer(source)), int(model_config(source).vocab_size)

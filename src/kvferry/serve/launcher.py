@@ -54,6 +54,7 @@ def serve(config: Config, as_json: bool = False) -> None:
     start that never ends.
     """
     check_model(config.model.model)
+    check_ranks(config)
     check_address(config)
     load_keys(config.api.keys, config.api.keys_file)
     check_exposure(config, asks_for_token(os.environ, unset=True))
@@ -82,6 +83,18 @@ def check_model(model: str) -> None:
     from kvferry.engine.loader import locate  # takes seconds to import, which the default model need not wait for
 
     locate(model)
+
+
+def check_ranks(config: Config) -> None:
+    """Raises ConfigError for numbers of ranks that the model can't be cut into."""
+    shapes = {role: config.shape(role) for role, number in config.wanted().items() if number and role != "router"}
+    if any(shape != (1, 1) for shape in shapes.values()):
+        from kvferry.engine.adapter import check_split  # as above
+        from kvferry.engine.loader import locate, model_config
+
+        model = model_config(locate(config.model.model))
+        for role, shape in shapes.items():
+            check_split(model, *shape, f"applications[0].args.{role}.")
 
 
 def check_address(config: Config) -> None:
@@ -126,8 +139,7 @@ def local_cluster(config: Config) -> Iterator[None]:
 @contextmanager
 def _ray(config: Config) -> Iterator[None]:
     """Ray on this machine; at the end Serve and Ray are shut down."""
-    needed = sum(number for role, number in config.wanted().items() if role != "router")
-    slots = config.cluster.slots or max(needed, 2 * (os.cpu_count() or 2))
+    slots = config.cluster.slots or max(config.slots(), 2 * (os.cpu_count() or 2))
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     # The dashboard would bind one more port, and nothing here needs it.
     ray.init(

@@ -16,13 +16,13 @@ from typing import Any, Protocol
 
 from kvferry.actors.leader import Leader
 from kvferry.actors.links import LinkLayer
+from kvferry.actors.ranks.names import instance_of
 from kvferry.protocol.address import Address
 from kvferry.protocol.link import LinkSession
 from kvferry.protocol.machine import Machine
 from kvferry.sim.coverage import Cells, state_name
 from kvferry.sim.engine import SimEngine
 from kvferry.sim.network import SimFaults
-from kvferry.sim.ranks import instance_of
 from kvferry.sim.subjects import Subject, subjects_of
 from kvferry.sim.system import SimSystem
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvferry.actors.leader import Leader
-from kvferry.sim.ranks import instance_of, rank_names
+from kvferry.actors.ranks.names import instance_of
+from kvferry.sim.ranks import rank_names
 
 if TYPE_CHECKING:
     from kvferry.sim.system import SimProcess, SimSystem

@@ -10,11 +10,11 @@ from functools import partial
 from typing import Any
 
 from kvferry.actors.leader import Leader
+from kvferry.actors.ranks.names import instance_of
 from kvferry.memory.ledger import Holding, PageLedger
 from kvferry.protocol.errors import LedgerError
 from kvferry.sim.engine import SimEngine
 from kvferry.sim.findings import Findings
-from kvferry.sim.ranks import instance_of
 from kvferry.sim.system import SimProcess, SimSystem
 
 #: The ledger's calls that change what a page is.

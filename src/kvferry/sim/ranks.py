@@ -1,7 +1,4 @@
-"""The ranks of simulated instances: production classes with a scripted engine, which has a slice of the model each.
-
-A rank that is not its instance's leader is named for it: prefill-0.1 is rank 1 of prefill-0.
-"""
+"""The ranks of simulated instances: production classes with a scripted engine, which has a slice of the model each."""
 
 from __future__ import annotations
 
@@ -18,6 +15,7 @@ from kvferry.actors.parts import Parts
 from kvferry.actors.ports import Resolve
 from kvferry.actors.prefill.follower import PrefillFollower
 from kvferry.actors.prefill.prefill import Prefill
+from kvferry.actors.ranks.names import instance_of, process_names
 from kvferry.actors.unified.leader import UnifiedLeader
 from kvferry.engine.contract import EngineLimits
 from kvferry.engine.scripted import ScriptedEngine, ScriptedTexts
@@ -35,17 +33,10 @@ if TYPE_CHECKING:
     from kvferry.sim.system import SimOptions
 
 
-def instance_of(name: str) -> tuple[str, int]:
-    """The instance that a process belongs to, and its rank there."""
-    instance, _, rank = name.partition(".")
-    return instance, int(rank or LEADER)
-
-
 def rank_names(options: SimOptions, role: str, instance: str) -> list[str]:
     """All processes of an instance, its leader's first."""
     settings = getattr(options, role, None)
-    ranks = getattr(settings, "tp", 1) * getattr(settings, "pp", 1)
-    return [instance, *(f"{instance}.{rank}" for rank in range(1, ranks))]
+    return process_names(instance, getattr(settings, "tp", 1) * getattr(settings, "pp", 1))
 
 
 class RankMaker:

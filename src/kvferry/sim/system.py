@@ -20,6 +20,7 @@ from kvferry.actors.pools import Pools, routers_of
 from kvferry.actors.prefill.prefill import Prefill
 from kvferry.actors.ranks.ending import RankLost
 from kvferry.actors.ranks.follower import Follower
+from kvferry.actors.ranks.names import instance_of
 from kvferry.actors.router.fleet import is_leader
 from kvferry.actors.router.router import Router
 from kvferry.actors.settings import (
@@ -40,7 +41,7 @@ from kvferry.sim.endpoint import SimEndpoint
 from kvferry.sim.hosting import SimHosting
 from kvferry.sim.loop import VirtualClock
 from kvferry.sim.network import SimNetwork
-from kvferry.sim.ranks import RankMaker, instance_of, rank_names
+from kvferry.sim.ranks import RankMaker, rank_names
 from kvferry.transfer.contract import Endpoint, Proofs
 from kvferry.transfer.fake import HOST, FakeFabric
 
