@@ -26,6 +26,7 @@ def paged_decode_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,  # GROUP, rounded up to what tl.dot takes
     PAGE: tl.constexpr,
     D: tl.constexpr,
+    DIMS: tl.constexpr,  # D, rounded up to a power of two
     UPCAST: tl.constexpr,  # compute in float32 whatever is stored: the interpreter's bfloat16 arithmetic is wrong
 ):
     sequence = tl.program_id(0).to(tl.int64)
@@ -33,22 +34,24 @@ def paged_decode_kernel(  # type: ignore[no-untyped-def]
     length = tl.load(lengths_ptr + sequence)
 
     rows = tl.arange(0, ROWS)
-    dims = tl.arange(0, D)
+    dims = tl.arange(0, DIMS)
     slots = tl.arange(0, PAGE)
     q_offsets = ((sequence * kv_heads + head) * GROUP + rows)[:, None] * D + dims[None, :]
-    q = tl.load(q_ptr + q_offsets, mask=rows[:, None] < GROUP, other=0.0)
+    asked = (rows[:, None] < GROUP) & (dims[None, :] < D)
+    q = tl.load(q_ptr + q_offsets, mask=asked, other=0.0)
     if UPCAST:
         q = q.to(tl.float32)
 
     best = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, D), tl.float32)
+    acc = tl.zeros((ROWS, DIMS), tl.float32)
     for index in range(tl.cdiv(length, PAGE)):
         page = tl.load(tables_ptr + sequence * table_width + index)
         offsets = ((page * PAGE + slots) * kv_heads + head)[:, None] * D + dims[None, :]
         readable = index * PAGE + slots < length
-        k = tl.load(k_ptr + offsets, mask=readable[:, None], other=0.0)
-        v = tl.load(v_ptr + offsets, mask=readable[:, None], other=0.0)
+        there = readable[:, None] & (dims[None, :] < D)
+        k = tl.load(k_ptr + offsets, mask=there, other=0.0)
+        v = tl.load(v_ptr + offsets, mask=there, other=0.0)
         if UPCAST:
             k = k.to(tl.float32)
             v = v.to(tl.float32)
@@ -61,7 +64,7 @@ def paged_decode_kernel(  # type: ignore[no-untyped-def]
         acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         best = higher
     out = acc / total[:, None]
-    tl.store(out_ptr + q_offsets, out.to(out_ptr.dtype.element_ty), mask=rows[:, None] < GROUP)
+    tl.store(out_ptr + q_offsets, out.to(out_ptr.dtype.element_ty), mask=asked)
 
 
 def paged_decode_triton(
@@ -73,8 +76,8 @@ def paged_decode_triton(
     scale: float,
     upcast: bool = False,
 ) -> torch.Tensor:
-    """As `paged_attention.paged_decode`: same shapes and dtypes, all contiguous, page size a power of two from 16 on,
-    head dim a power of two from 16 on.
+    """As `paged_attention.paged_decode`: same shapes and dtypes, all contiguous; the page size is a power of two,
+    from 16 on.
     """
     batch, q_heads, head_dim = q.shape
     page_size, kv_heads = k_pages.shape[1], k_pages.shape[2]
@@ -94,6 +97,7 @@ def paged_decode_triton(
         ROWS=max(16, triton.next_power_of_2(group)),
         PAGE=page_size,
         D=head_dim,
+        DIMS=max(16, triton.next_power_of_2(head_dim)),
         UPCAST=upcast,
     )
     return out

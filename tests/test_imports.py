@@ -16,7 +16,7 @@ BELOW_ACTORS = {"protocol", "memory", "transfer", "engine"}
 MAY_IMPORT = {
     "protocol": set[str](),
     "memory": {"protocol"},
-    "transfer": {"protocol", "memory"},
+    "transfer": {"protocol", "memory", "kernels"},
     "kernels": set[str](),
     "engine": {"protocol", "memory", "transfer", "kernels"},
     "actors": BELOW_ACTORS | {"obs"},

@@ -135,7 +135,7 @@ class Liar(FaultyEndpoint):
 
     def cancel(self, handle: WriteHandle) -> None:
         assert isinstance(handle, HeldWrite)
-        behind = HeldWrite(handle.peer, handle.spans, lambda result: None, False)
+        behind = HeldWrite(handle.peer, handle.work, lambda result: None, False)
         self._end(handle, WriteOutcome.CANCELLED)
         self._write_late(behind)
 

@@ -9,9 +9,9 @@ torch.manual_seed(0)
 lengths = torch.tensor([1, 16, 17, 40])
 tables = torch.tensor([[3, 0, 0], [5, 0, 0], [2, 9, 0], [8, 1, 7]])
 for dtype, tolerance in ((torch.float32, 2e-6), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)):
-    for q_heads, kv_heads in ((6, 2), (2, 2), (3, 1)):
-        q = torch.randn(4, q_heads, 32).to(dtype)
-        k, v = torch.randn(2, 10, 16, kv_heads, 32).to(dtype)
+    for q_heads, kv_heads, size in ((6, 2, 32), (2, 2, 32), (3, 1, 32), (2, 1, 80)):
+        q = torch.randn(4, q_heads, size).to(dtype)
+        k, v = torch.randn(2, 10, 16, kv_heads, size).to(dtype)
         expected = paged_decode(q.float(), k.float(), v.float(), tables, lengths, 0.2)
         out = paged_decode_triton(q, k, v, tables, lengths, 0.2, upcast=dtype != torch.float32)
         torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=tolerance)

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 from kvferry.transfer.contract import Region, RegionKind, decode_descriptor, encode_descriptor
+from kvferry.transfer.cost import Costs
 from kvferry.transfer.fake import FakeFabric
 from kvferry.transfer.faulty import FaultyEndpoint
 from kvferry.transfer.local import LocalEndpoint
 from kvferry.transfer.shared import Area
+from kvferry.transfer.staging.endpoint import StagingEndpoint, StagingSizes
 from kvferry.transfer.ucx import UcxEndpoint
 
 LAYERS, PAGES, PAGE_BYTES, ROW_BYTES = 3, 80, 4096, 64
@@ -44,6 +46,32 @@ class Memory:
         return self.arrays[index].reshape(-1, self.regions[index].item_bytes)
 
 
+class Heads:
+    """K and V of two layers for some of 8 heads, [pages, tokens, heads, bytes]."""
+
+    PAGES, TOKENS, HEAD_BYTES = 40, 4, 32
+
+    def __init__(self, first=0, heads=8, seed=None):
+        shape = (self.PAGES, self.TOKENS, heads, self.HEAD_BYTES)
+        random = np.random.default_rng(seed)
+        made = [random.integers(1, 256, shape, dtype=np.uint8) for _ in range(4)]
+        self.arrays = [array if seed is not None else np.zeros_like(array) for array in made]
+        self.heads = slice(first, first + heads)
+        item = self.TOKENS * heads * self.HEAD_BYTES
+        self.regions = tuple(
+            Region(
+                RegionKind.PAGES, "kv"[i % 2], i // 2, array.ctypes.data, item, self.PAGES, first, heads, self.TOKENS
+            )
+            for i, array in enumerate(self.arrays)
+        )
+
+    def from_heads(self, index, other, pages, of):
+        """Where `pages[i]` has what `other` has in its page `of[i]`, as far as both have the heads; the rest is 0."""
+        whole = np.zeros((self.PAGES, self.TOKENS, 8, self.HEAD_BYTES), np.uint8)
+        whole[pages, :, other.heads] = other.arrays[index][of]
+        return whole[:, :, self.heads]
+
+
 @dataclass
 class Site:
     """One endpoint with its memory and what it has been told."""
@@ -52,6 +80,7 @@ class Site:
     notes: list = field(default_factory=list)
     on_note: object = None
     endpoint: object = None
+    inner: object = None
 
     def hear(self, agent, payload):
         self.notes.append((agent, payload))
@@ -86,8 +115,12 @@ def tools():
 
 
 class Tools:
-    Memory, Site, Outcome = Memory, Site, Outcome
+    Memory, Heads, Site, Outcome = Memory, Heads, Site, Outcome
     soon = staticmethod(soon)
+
+    @staticmethod
+    async def open_staging(*args, **options):
+        return await open_staging(*args, **options)
 
     @staticmethod
     def hex_of(descriptor):
@@ -128,9 +161,49 @@ def endpoint_of(kind, memory, incarnation, on_notify, **options):
     return UcxEndpoint(transports=kind.removeprefix("ucx-"), **options)
 
 
+#: Small enough for several pieces of the little memory above; staging always pays.
+STAGING_SIZES = StagingSizes(piece_bytes=4096, slots=3, ring_bytes=16 * 1024, rings=2)
+
+
+async def open_staging(kind, fabric, incarnation, memory, sizes=STAGING_SIZES, costs=None, **options):
+    """The endpoint within is `site.inner`."""
+    site, loop = Site(memory), asyncio.get_running_loop()
+
+    def open_inner(regions, on_notify):
+        if kind == "fake":
+            site.inner = fabric.endpoint(regions, incarnation, on_notify)
+        else:
+            site.inner = UcxEndpoint(
+                regions=regions,
+                incarnation=incarnation,
+                on_notify=on_notify,
+                loop=loop,
+                now_s=time.monotonic,
+                transports=kind.removeprefix("ucx-"),
+                batch_bytes=256 * 1024,
+                **options,
+            )
+        return site.inner
+
+    site.endpoint = StagingEndpoint(
+        open_inner,
+        regions=memory.regions,
+        incarnation=incarnation,
+        on_notify=site.hear,
+        loop=loop,
+        now_s=time.monotonic,
+        sleep=asyncio.sleep,
+        sizes=sizes,
+        costs=costs or Costs(span_us=1e6),
+    )
+    return site
+
+
 async def open_site(kind, fabric, incarnation, memory, **options):
     site = Site(memory)
     loop = asyncio.get_running_loop()
+    if kind.startswith("staging-"):
+        return await open_staging(kind.removeprefix("staging-"), fabric, incarnation, memory, **options)
     if kind == "fake":
         site.endpoint = fabric.endpoint(memory.regions, incarnation, site.hear)
     elif kind == "faulty":

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 
 from kvferry.transfer.contract import TransferError, WriteOutcome, decode_descriptor, encode_descriptor
+from kvferry.transfer.page_plan import page_blocks
 from kvferry.transfer.plan import pair, plan_pages, plan_row
 from kvferry.transfer.spans import make_spans, no_spans
 
-KINDS = ["fake", "faulty", "ucx-host", "ucx-tcp", "local"]
+KINDS = ["fake", "faulty", "ucx-host", "ucx-tcp", "local", "staging-fake", "staging-ucx-host", "staging-ucx-tcp"]
 ROUND = 4 * 1024 * 1024
 
 
@@ -54,6 +55,20 @@ async def test_scattered_pages_and_a_row_lie_there_when_the_notification_comes(e
         assert np.array_equal(seen[0][index].reshape(expected.shape), expected)
     assert np.array_equal(seen[0][6].reshape(4, 64)[1], source.memory.arrays[6].reshape(4, 64)[3])
     assert not seen[0][6].reshape(4, 64)[[0, 2, 3]].any()
+
+
+async def test_the_blocks_of_a_plan_are_written_as_the_spans_that_they_are(ends, tools):
+    source, target, peer = ends
+    source_pages, target_pages = scattered(9)
+    outcome = tools.Outcome()
+    blocks = page_blocks(pair(source.memory.regions, target.memory.regions), source_pages, target_pages)
+    source.endpoint.write(peer, blocks, outcome)
+    result = await outcome
+    assert (result.outcome, result.size_bytes) == (WriteOutcome.FLUSHED, 9 * 6 * 4096)
+    for index in range(6):
+        expected = np.zeros_like(target.memory.pages(index))
+        expected[target_pages] = source.memory.pages(index)[source_pages]
+        assert np.array_equal(target.memory.pages(index), expected)
 
 
 async def test_writes_to_one_peer_end_in_order_and_notes_follow_them(ends, tools):
@@ -201,11 +216,17 @@ async def test_what_is_not_a_descriptor_is_refused():
 
 async def test_proofs_are_those_of_the_transport(make_site, tools):
     proofs = {}
-    for number, kind in enumerate(("ucx-host", "ucx-tcp", "local")):
+    for number, kind in enumerate(("ucx-host", "ucx-tcp", "local", "staging-ucx-host", "staging-ucx-tcp")):
         of = (await (await make_site(kind, number, tools.Memory())).endpoint.accept(9)).proofs
         proofs[kind] = (of.drained, of.exited, of.revoked)
-    host = (True, True, False)
-    assert proofs == {"ucx-host": host, "ucx-tcp": (True, False, True), "local": host}
+    host, tcp = (True, True, False), (True, False, True)
+    assert proofs == {
+        "ucx-host": host,
+        "ucx-tcp": tcp,
+        "local": host,
+        "staging-ucx-host": host,
+        "staging-ucx-tcp": tcp,
+    }
 
 
 async def test_each_writer_has_a_descriptor_of_its_own_until_it_is_revoked(ends):

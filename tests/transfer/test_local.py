@@ -159,7 +159,7 @@ async def test_a_cancelled_write_to_a_stopped_target_ends_at_once(make_site, sta
     process.send_signal(signal.SIGSTOP)
     outcome = tools.Outcome()
     handle = source.endpoint.write(peer, make_spans(0, 0, 0, 0, [REGION_BYTES] * 65536), outcome)
-    await asyncio.sleep(0.05)
+    await tools.soon(lambda: handle.flushed_bytes)
     source.endpoint.cancel(handle)
     result = await outcome
     assert result.outcome is WriteOutcome.CANCELLED and 0 < result.size_bytes < 65536 * REGION_BYTES

@@ -31,6 +31,7 @@ from kvferry.transfer.contract import (
 from kvferry.transfer.flip import byte_at
 from kvferry.transfer.lane import Lane
 from kvferry.transfer.spans import check_spans, total_bytes
+from kvferry.transfer.work import Work, spans_in
 
 #: Changes a bit: an agent's name, the number of a region there, an offset in it. False when the agent is gone.
 Flip = Callable[[str, int, int], bool]
@@ -108,8 +109,8 @@ class SimEndpoint(AroundEndpoint):
             raise TransferError(f"{descriptor.agent}: refused by chaos")
         return await super().connect(descriptor)
 
-    def write(self, peer: Peer, spans: Spans, on_end: Callable[[WriteResult], None]) -> WriteHandle:
-        regions, theirs = self.inner.regions, peer.descriptor
+    def write(self, peer: Peer, work: Work, on_end: Callable[[WriteResult], None]) -> WriteHandle:
+        spans, regions, theirs = spans_in(work), self.inner.regions, peer.descriptor
         self._made += 1
         number = self._made
 

@@ -10,10 +10,10 @@ from kvferry.transfer.contract import (
     Peer,
     Region,
     Revoked,
-    Spans,
     WriteHandle,
     WriteResult,
 )
+from kvferry.transfer.work import Work
 
 
 class AroundEndpoint:
@@ -39,8 +39,8 @@ class AroundEndpoint:
     async def connect(self, descriptor: Descriptor) -> Peer:
         return await self.inner.connect(descriptor)
 
-    def write(self, peer: Peer, spans: Spans, on_end: Callable[[WriteResult], None]) -> WriteHandle:
-        return self.inner.write(peer, spans, on_end)
+    def write(self, peer: Peer, work: Work, on_end: Callable[[WriteResult], None]) -> WriteHandle:
+        return self.inner.write(peer, work, on_end)
 
     def notify(self, peer: Peer, payload: bytes) -> None:
         self.inner.notify(peer, payload)

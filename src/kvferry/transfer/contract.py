@@ -13,12 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from kvferry.transfer.work import Work
 
 #: What a peer's word is held to: no process has higher addresses, and no model so many layers or heads.
 _ADDRESSES, _MOST = 2**62, 2**20
@@ -97,7 +100,9 @@ class Region(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Proofs(msgspec.Struct, frozen=True):
-    """Which proofs of quiescence hold on a backend's transport (design §5)."""
+    """Which proofs of quiescence hold on a backend's transport (design §5). With staging, `exited` holds once `revoke`
+    of that writer has answered.
+    """
 
     drained: bool
     exited: bool
@@ -188,8 +193,9 @@ class Endpoint(Protocol):
       the writer. It answers with the proof, or None where there was no agent, or where a writer may reach memory
       without us (`Descriptor.proofs`).
     * `connect` is idempotent per descriptor. Raises TransferError when the backend or the peer refuses.
-    * `write` posts in batches of bounded bytes, in order; several writes to one peer end in order. Raises
-      TransferError if a span lies outside a region of either side (nothing is posted then).
+    * `write` takes spans, or the blocks of a plan (`kvferry.transfer.work`). It posts in batches of bounded bytes, in
+      order; several writes to one peer end in order. Raises TransferError if a span lies outside a region of either
+      side (nothing is posted then).
     * `notify` is delivered to the peer's `on_notify` after all writes that had ended before the call.
     * `cancel` stops posting; the handle still ends, as CANCELLED or BROKEN (or FLUSHED if all was posted).
     * `expect(+1)` / `expect(-1)`: a room expects data / no longer; the backend polls fast while any does.
@@ -204,7 +210,7 @@ class Endpoint(Protocol):
     async def accept(self, writer: int, host: str = "") -> Descriptor: ...
     async def revoke(self, writer: int) -> Revoked | None: ...
     async def connect(self, descriptor: Descriptor) -> Peer: ...
-    def write(self, peer: Peer, spans: Spans, on_end: Callable[[WriteResult], None]) -> WriteHandle: ...
+    def write(self, peer: Peer, work: Work, on_end: Callable[[WriteResult], None]) -> WriteHandle: ...
     def notify(self, peer: Peer, payload: bytes) -> None: ...
     def cancel(self, handle: WriteHandle) -> None: ...
     def expect(self, change: int) -> None: ...

@@ -21,6 +21,7 @@ from kvferry.transfer.contract import (
 )
 from kvferry.transfer.lane import Lane
 from kvferry.transfer.spans import check_spans, split, total_bytes
+from kvferry.transfer.work import Work, spans_in
 
 if TYPE_CHECKING:
     from kvferry.transfer.fake import FakeFabric
@@ -139,9 +140,10 @@ class FakeEndpoint:
             peer = self._peers[descriptor.agent] = FakePeer(self, descriptor, self._next_name())
         return peer
 
-    def write(self, peer: Peer, spans: Spans, on_end: Callable[[WriteResult], None]) -> WriteHandle:
+    def write(self, peer: Peer, work: Work, on_end: Callable[[WriteResult], None]) -> WriteHandle:
         self._check_open()
         known = self._known(peer)
+        spans = spans_in(work)
         check_spans(spans, self._regions, peer.descriptor.regions)
         write = FakeWrite(spans, on_end, self.fabric.now_s())
         if known.broken:

@@ -26,7 +26,6 @@ from kvferry.transfer.around import AroundEndpoint
 from kvferry.transfer.contract import (
     Endpoint,
     Peer,
-    Spans,
     TransferError,
     WriteHandle,
     WriteOutcome,
@@ -34,7 +33,8 @@ from kvferry.transfer.contract import (
 )
 from kvferry.transfer.flip import flipping
 from kvferry.transfer.lane import Lane
-from kvferry.transfer.spans import check_spans, total_bytes
+from kvferry.transfer.spans import total_bytes
+from kvferry.transfer.work import Work, check_work, spans_in
 
 _log = logging.getLogger(__name__)
 
@@ -82,10 +82,10 @@ class HeldWrite:
     """
 
     def __init__(
-        self, peer: Peer, spans: Spans, on_end: Callable[[WriteResult], None], stalls: bool, flips: bool = False
+        self, peer: Peer, work: Work, on_end: Callable[[WriteResult], None], stalls: bool, flips: bool = False
     ) -> None:
         self.peer = peer
-        self.spans = spans
+        self.work = work
         self.stalls, self.flips = stalls, flips
         self.cancelled = False
         self.late: asyncio.Task[None] | None = None
@@ -149,11 +149,11 @@ class FaultyEndpoint(AroundEndpoint):
         """Writes that were cancelled and will be passed on all the same."""
         return len(self._late)
 
-    def write(self, peer: Peer, spans: Spans, on_end: Callable[[WriteResult], None]) -> WriteHandle:
+    def write(self, peer: Peer, work: Work, on_end: Callable[[WriteResult], None]) -> WriteHandle:
         self._check_open()
-        check_spans(spans, self.inner.regions, peer.descriptor.regions)
+        check_work(work, self.inner.regions, peer.descriptor.regions)
         stalls, flips = self._issued == self._stall_after, self._issued == self._flip_after
-        held = HeldWrite(peer, spans, on_end, stalls, flips)
+        held = HeldWrite(peer, work, on_end, stalls, flips)
         self._issued += 1
         self._lane(peer).put(held)
         return held
@@ -223,17 +223,18 @@ class FaultyEndpoint(AroundEndpoint):
     def _issue(self, work: HeldWrite) -> None:
         try:
             on_end = partial(self._flip, work) if work.flips else work.end
-            work.inner = self.inner.write(work.peer, work.spans, on_end)
+            work.inner = self.inner.write(work.peer, work.work, on_end)
         except TransferError as error:
             self._end(work, WriteOutcome.BROKEN, str(error))
 
     def _flip(self, work: HeldWrite, result: WriteResult) -> None:
         """The write has ended: change a byte of it where it lies, and only then say so."""
-        flipped = flipping(work.spans, self.inner.regions, total_bytes(work.spans) // 2)
+        spans = spans_in(work.work)
+        flipped = flipping(spans, self.inner.regions, total_bytes(spans) // 2)
         if result.outcome is not WriteOutcome.FLUSHED or self._closed or flipped is None:
             work.end(result)
             return
-        _log.info("a byte of a write of %d spans is changed at its target", len(work.spans))
+        _log.info("a byte of a write of %d spans is changed at its target", len(spans))
         try:
             work.inner = self.inner.write(work.peer, flipped, lambda _: work.end(result))
         except TransferError as error:
@@ -247,7 +248,7 @@ class FaultyEndpoint(AroundEndpoint):
             await self._sleep(self._late_s)
             self._late.discard(held)
             if not held.ending:
-                _log.info("a cancelled write of %d spans is issued late", len(held.spans))
+                _log.info("a cancelled write of %d bytes is issued late", total_bytes(spans_in(held.work)))
                 self._issue(held)
 
         self._late.add(held)

@@ -20,7 +20,6 @@ from kvferry.transfer.contract import (
     Proofs,
     Region,
     Revoked,
-    Spans,
     TransferError,
     WriteHandle,
     WriteResult,
@@ -30,6 +29,7 @@ from kvferry.transfer.local_door import Door, Hello, LocalMetadata, decode_metad
 from kvferry.transfer.local_peer import Copyist, LocalPeer, LocalWrite
 from kvferry.transfer.shared import Area, outside
 from kvferry.transfer.spans import check_spans
+from kvferry.transfer.work import Work, spans_in
 
 BACKEND = "local"
 
@@ -168,9 +168,9 @@ class LocalEndpoint:
         if not task.cancelled():
             task.exception()  # whoever asked may have gone
 
-    def write(self, peer: Peer, spans: Spans, on_end: Callable[[WriteResult], None]) -> WriteHandle:
+    def write(self, peer: Peer, work: Work, on_end: Callable[[WriteResult], None]) -> WriteHandle:
         self._check_open()
-        known = self._known(peer)
+        known, spans = self._known(peer), spans_in(work)
         check_spans(spans, self._regions, peer.descriptor.regions)
         write = LocalWrite(spans, on_end)
         self._command(partial(self._copyist.write, known, write))

@@ -9,11 +9,11 @@ from kvferry.transfer.contract import (
     Peer,
     Region,
     Revoked,
-    Spans,
     TransferError,
     WriteHandle,
     WriteResult,
 )
+from kvferry.transfer.work import Work
 
 
 class Nowhere:
@@ -35,7 +35,7 @@ class Nowhere:
     async def connect(self, descriptor: Descriptor) -> Peer:
         raise TransferError(f"agent {descriptor.agent}: this instance has no data plane")
 
-    def write(self, peer: Peer, spans: Spans, on_end: Callable[[WriteResult], None]) -> WriteHandle:
+    def write(self, peer: Peer, work: Work, on_end: Callable[[WriteResult], None]) -> WriteHandle:
         raise TransferError("this instance has no data plane")
 
     def notify(self, peer: Peer, payload: bytes) -> None:

@@ -17,11 +17,11 @@ from kvferry.transfer.contract import (
     Peer,
     Region,
     Revoked,
-    Spans,
     TransferError,
     WriteHandle,
     WriteResult,
 )
+from kvferry.transfer.work import Work
 
 BACKEND = "auto"
 
@@ -89,9 +89,9 @@ class Several:
             raise TransferError(f"{descriptor.agent}: backend is {descriptor.backend!r} there; here there are {ours}")
         return await endpoint.connect(descriptor)
 
-    def write(self, peer: Peer, spans: Spans, on_end: Callable[[WriteResult], None]) -> WriteHandle:
+    def write(self, peer: Peer, work: Work, on_end: Callable[[WriteResult], None]) -> WriteHandle:
         endpoint = self._of(peer)
-        return SeveralWrite(endpoint, endpoint.write(peer, spans, on_end))
+        return SeveralWrite(endpoint, endpoint.write(peer, work, on_end))
 
     def notify(self, peer: Peer, payload: bytes) -> None:
         self._of(peer).notify(peer, payload)

@@ -63,14 +63,34 @@ def check_spans(spans: Spans, source: Sequence[Region], target: Sequence[Region]
 
 def region_bytes(regions: Sequence[Region]) -> NDArray[np.int64]:
     """Size of each region in bytes, int64[regions]."""
-    return np.array([region.item_bytes * region.items for region in regions], dtype=np.int64)
+    return _of(regions)[1]
 
 
 def addresses(spans: Spans, regions: Sequence[Region], side: str) -> NDArray[np.uint64]:
     """Absolute address of each span's first byte on one side ("source" or "target"), uint64[spans]."""
-    bases = np.array([region.base for region in regions], dtype=np.uint64)
+    bases = _of(regions)[0]
     start: NDArray[np.uint64] = bases[spans[f"{side}_region"]] + spans[f"{side}_offset"].astype(np.uint64)
     return start
+
+
+_Arrays = tuple[NDArray[np.uint64], NDArray[np.int64]]
+#: By identity, and kept with what they are of: every write asks for those of the same few tuples.
+_known: dict[int, tuple[tuple[Region, ...], _Arrays]] = {}
+_MOST_KNOWN = 256
+
+
+def _of(regions: Sequence[Region]) -> _Arrays:
+    """(bases, sizes) of the regions."""
+    known = _known.get(id(regions))
+    if known is not None and known[0] is regions:
+        return known[1]
+    bases = np.array([region.base for region in regions], dtype=np.uint64)
+    arrays = bases, np.array([region.item_bytes * region.items for region in regions], dtype=np.int64)
+    if isinstance(regions, tuple):
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        _known[id(regions)] = regions, arrays
+    return arrays
 
 
 def split(spans: Spans, batch_bytes: int) -> list[Spans]:

@@ -20,7 +20,6 @@ from kvferry.transfer.contract import (
     Proofs,
     Region,
     Revoked,
-    Spans,
     TransferError,
     WriteHandle,
     WriteResult,
@@ -29,6 +28,7 @@ from kvferry.transfer.spans import check_spans
 from kvferry.transfer.ucx_agent import BACKEND, agent_name, transport
 from kvferry.transfer.ucx_driver import Driver
 from kvferry.transfer.ucx_peer import UcxPeer, UcxWrite
+from kvferry.transfer.work import Work, spans_in
 
 T = TypeVar("T")
 
@@ -134,9 +134,10 @@ class UcxEndpoint:
         self._command(partial(self._driver.connect, descriptor, partial(_settle, connected)))
         return await connected
 
-    def write(self, peer: Peer, spans: Spans, on_end: Callable[[WriteResult], None]) -> WriteHandle:
+    def write(self, peer: Peer, work: Work, on_end: Callable[[WriteResult], None]) -> WriteHandle:
         self._check_open()
         known = self._known(peer)
+        spans = spans_in(work)
         check_spans(spans, self._regions, peer.descriptor.regions)
         write = UcxWrite(spans, on_end, self._now_s())
         self._command(partial(self._driver.write, known, write))

@@ -16,11 +16,11 @@ from kvferry.transfer.contract import (
     Region,
     RegionKind,
     Revoked,
-    Spans,
     WriteHandle,
     WriteOutcome,
     WriteResult,
 )
+from kvferry.transfer.work import Work, spans_in
 
 
 class NotedPeer:
@@ -87,7 +87,8 @@ class NotingEndpoint:
     async def connect(self, descriptor: Descriptor) -> Peer:
         return NotedPeer(descriptor)
 
-    def write(self, peer: Peer, spans: Spans, on_end: Callable[[WriteResult], None]) -> WriteHandle:
+    def write(self, peer: Peer, work: Work, on_end: Callable[[WriteResult], None]) -> WriteHandle:
+        spans = spans_in(work)
         pages: list[tuple[int, int, int, Any]] = []
         rows: list[tuple[int, bytes]] = []
         regions = self._engine.regions()

@@ -1,0 +1,79 @@
+"""The copies into and out of staging memory, on the device where the regions are."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvferry.kernels.strided_copy import Slices, gather_slices, scatter_slices
+from kvferry.transfer.blocks import Ints
+from kvferry.transfer.contract import Region, RegionKind
+
+_HUGE = 2 << 20
+
+Gather = Callable[[Slices, torch.Tensor], None]
+ScatterCopy = Callable[[torch.Tensor, Slices], None]
+
+
+class Memory:
+    """Staging memory, and the regions beside it as tensors. `staging` is uint8 [bytes], on the regions' device."""
+
+    def __init__(
+        self,
+        regions: Sequence[Region],
+        staging: torch.Tensor,
+        area_of: Callable[[Region], torch.Tensor],
+        gather: Gather,
+        scatter: ScatterCopy,
+    ) -> None:
+        self.staging = staging
+        self._areas = [area_of(region) for region in regions]
+        self._gather, self._scatter = gather, scatter
+
+    @property
+    def region(self) -> Region:
+        size = self.staging.numel()
+        return Region(RegionKind.ROWS, "staging", -1, self.staging.data_ptr(), max(size, 1), int(size > 0))
+
+    def gather(self, side: Side, offset: int, size_bytes: int) -> None:
+        """Slices of the regions to staging memory at `offset`."""
+        self._gather(self._slices(side), self.staging[offset : offset + size_bytes])
+
+    def scatter(self, offset: int, size_bytes: int, side: Side) -> None:
+        """Staging memory at `offset` to slices of the regions."""
+        self._scatter(self.staging[offset : offset + size_bytes], self._slices(side))
+
+    def _slices(self, side: Side) -> Slices:
+        region, start, stride, width, at, count = side
+        areas = [self._areas[index] for index in region.tolist()]
+        return Slices(areas, start.tolist(), stride.tolist(), width.tolist(), at, count)
+
+
+#: One side of a piece, as in `Columns` and `Runs`: region, start, stride, width; at, count.
+Side = tuple[NDArray[np.int32] | Ints, Ints, Ints, Ints, Ints, Ints]
+
+
+def host_memory(regions: Sequence[Region], staging_bytes: int) -> Memory:
+    """For regions in this process's memory, which must stay mapped."""
+    staging = torch.empty(0, dtype=torch.uint8)
+    if staging_bytes:
+        # Huge pages where the kernel has them: it copies between processes page by page.
+        area = mmap.mmap(-1, -(-staging_bytes // _HUGE) * _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            area.madvise(mmap.MADV_HUGEPAGE)
+        staging = torch.frombuffer(area, dtype=torch.uint8)[:staging_bytes]
+        staging.fill_(0)  # now, so that no copy waits for the kernel to find its pages
+    return Memory(regions, staging, host_area, gather_slices, scatter_slices)
+
+
+def host_area(region: Region) -> torch.Tensor:
+    """The memory of a region of this process, uint8 [bytes]."""
+    size = region.item_bytes * region.items
+    if not size:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.from_numpy(np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(region.base)))

@@ -1,0 +1,274 @@
+"""The staging decorator around any endpoint: slices are staged where that pays, everything else goes straight.
+
+What it promises is the contract's: a write ends FLUSHED when its bytes are where they belong, so when the target has
+scattered them. Its proofs are those that the endpoint within states for the writer, in the descriptor:
+
+* drained: a write ends only when what was announced of it has been scattered, and nothing else ever will be; where
+  nobody can say that, it ends BROKEN, which is never followed by *drained*;
+* revoked: `revoke` first ends the scattering, and answers when no copy of that writer's is under way;
+* exited: pieces that a dead writer has announced may still be scattered, so its end counts from the answer of `revoke`
+  on, whatever that answer is.
+
+Both ends must be staging endpoints, which their descriptors show. A target answers a writer over a connection of its
+own, made when the writer first stages something: one more agent at each end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from kvferry.transfer.blocks import spans_of
+from kvferry.transfer.contract import (
+    Descriptor,
+    Endpoint,
+    OnNotify,
+    Peer,
+    Region,
+    Revoked,
+    TransferError,
+    WriteHandle,
+    WriteResult,
+)
+from kvferry.transfer.cost import Costs, estimate
+from kvferry.transfer.staging.copies import Memory, host_memory
+from kvferry.transfer.staging.pieces import ALIGN, check_fits, cut
+from kvferry.transfer.staging.sender import Sender
+from kvferry.transfer.staging.source import StagedPeer, StagedWrite
+from kvferry.transfer.staging.target import SCRATCH_BYTES, Rings
+from kvferry.transfer.staging.wire import OURS, USER, Hello, Ready, Scatter, Scattered, decode, unwrap, wrap
+from kvferry.transfer.staging.worker import Worker
+from kvferry.transfer.work import Blocks, Work, check_work, spans_in
+
+_log = logging.getLogger(__name__)
+_DEFAULT_COSTS = Costs()
+
+
+@dataclass(frozen=True)
+class StagingSizes:
+    """`slots` of `piece_bytes` to gather into, `rings` of `ring_bytes` to lend, one to each writer."""
+
+    piece_bytes: int = 4 << 20
+    slots: int = 3
+    ring_bytes: int = 16 << 20
+    rings: int = 8
+
+    @property
+    def sender_bytes(self) -> int:
+        return self.slots * self.piece_bytes + SCRATCH_BYTES
+
+    @property
+    def size_bytes(self) -> int:
+        return self.sender_bytes + self.rings * (self.ring_bytes + SCRATCH_BYTES)
+
+    def check(self) -> None:
+        """Raises TransferError for sizes that don't go together."""
+        for name in ("piece_bytes", "ring_bytes"):
+            value = getattr(self, name)
+            if value < ALIGN or value % ALIGN:
+                raise TransferError(f"staging: {name} is {value}; it must be a multiple of {ALIGN}")
+        if self.slots < 0 or self.rings < 0:
+            raise TransferError(f"staging: slots is {self.slots} and rings {self.rings}; the least is 0")
+
+
+class StagingEndpoint:
+    """`open_inner` makes the endpoint within, for these regions (staging memory is the last) and with this `OnNotify`;
+    `sleep` times the look after peers. `counts` says what it has done.
+    """
+
+    def __init__(
+        self,
+        open_inner: Callable[[tuple[Region, ...], OnNotify], Endpoint],
+        *,
+        regions: tuple[Region, ...],
+        incarnation: int,
+        on_notify: OnNotify,
+        loop: asyncio.AbstractEventLoop,
+        now_s: Callable[[], float],
+        sleep: Callable[[float], Awaitable[None]],
+        sizes: StagingSizes,
+        costs: Costs = _DEFAULT_COSTS,
+        memory_of: Callable[[Sequence[Region], int], Memory] = host_memory,
+    ) -> None:
+        sizes.check()
+        self.counts: Counter[str] = Counter()
+        self._regions, self._on_notify, self._costs = regions, on_notify, costs
+        memory = memory_of(regions, sizes.size_bytes)
+        self._inner = open_inner((*regions, memory.region), self._notified)
+        name = f"kvferry-{incarnation:016x}"
+        self._gatherer, self._scatterer = Worker(f"{name}-gather", loop), Worker(f"{name}-scatter", loop)
+        self._sender = Sender(
+            self._inner, memory, len(regions), sizes.slots, sizes.piece_bytes, self._gatherer, loop, now_s, sleep,
+            self.counts,
+        )  # fmt: skip
+        self._rings = Rings(
+            self._inner, incarnation, memory, regions, sizes.sender_bytes, sizes.ring_bytes, sizes.rings,
+            self._scatterer, loop, self.counts,
+        )  # fmt: skip
+        self._slots, self._piece_bytes = sizes.slots, sizes.piece_bytes
+        self._peers: dict[str, StagedPeer] = {}
+        self._turns: Counter[int] = Counter()  # revocations, by writer
+        self._accepted: set[int] = set()
+        self._closed = False
+
+    @property
+    def backend(self) -> str:
+        return self._inner.backend
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        return self._regions
+
+    @property
+    def rings(self) -> tuple[int, int]:
+        """(free, laid aside)"""
+        return self._rings.free, self._rings.aside
+
+    # --- who may write here ---
+
+    async def accept(self, writer: int, host: str = "") -> Descriptor:
+        self._check_open()
+        turn = self._turns[writer]
+        self._accepted.add(writer)
+        inner = await self._inner.accept(writer, host)
+        place = size_bytes = 0
+        if turn == self._turns[writer]:  # else this agent is about to be destroyed
+            place, size_bytes = self._rings.lend(writer, inner)
+        return wrap(inner, self._kind, len(self._regions), place, size_bytes)
+
+    async def revoke(self, writer: int) -> Revoked | None:
+        self._check_open()
+        self._turns[writer] += 1
+        self._accepted.discard(writer)
+        for peer in self._sender.of(writer):
+            peer.end("the agent for its answers is revoked")
+        return await self._rings.end(writer, self._inner.revoke(writer))
+
+    def writer_exited(self, writer: int) -> None:
+        """That process has ended and `revoke` has answered: its ring, if it was laid aside, can be lent again."""
+        self._rings.writer_exited(writer)
+
+    # --- whom we write to ---
+
+    async def connect(self, descriptor: Descriptor) -> Peer:
+        self._check_open()
+        if descriptor.backend != self._kind:
+            raise TransferError(f"{descriptor.agent}: backend is {descriptor.backend!r} there, {self._kind!r} here")
+        inner, lent = unwrap(descriptor, self._inner.backend)
+        to = await self._inner.connect(inner)
+        known = self._peers.get(descriptor.agent)
+        if known is None or known.broken or known.inner is not to:
+            known = self._peers[descriptor.agent] = self._sender.peer(to, descriptor, lent)
+        elif known.descriptor != descriptor:
+            raise TransferError(f"{descriptor.agent}: connected already, with another ring")
+        return known
+
+    def write(self, peer: Peer, work: Work, on_end: Callable[[WriteResult], None]) -> WriteHandle:
+        self._check_open()
+        known = self._known(peer)
+        check_work(work, self._regions, peer.descriptor.regions)
+        staged: Blocks = ()
+        if isinstance(work, tuple):
+            staged, work = self._shared_out(known, work)
+        return known.write(spans_in(work), cut(staged, self._most(known)), on_end)
+
+    def _shared_out(self, peer: StagedPeer, blocks: Blocks) -> tuple[Blocks, Work]:
+        """(what is staged, what goes straight), as the plan says. Raises TransferError when an entry that it wants
+        staged is larger than a piece can be here.
+        """
+        most = self._most(peer)
+        if not most:
+            return (), blocks
+        estimated = estimate(blocks, self._costs)
+        _log.debug("to %s %s", peer.descriptor.agent, estimated.reason)
+        if not estimated.staged:
+            return (), blocks
+        sliced = tuple(block for block in blocks if block.sliced)
+        check_fits(sliced, most)
+        return sliced, spans_of([block for block in blocks if not block.sliced])
+
+    def _most(self, peer: StagedPeer) -> int:
+        """Bytes of a piece; 0 when nothing can be staged. A piece above half a ring might never find room in it."""
+        if not self._slots:
+            return 0
+        return min(self._piece_bytes, peer.lent.size_bytes // 2) // ALIGN * ALIGN
+
+    def notify(self, peer: Peer, payload: bytes) -> None:
+        self._check_open()
+        self._inner.notify(self._known(peer).inner, USER + payload)
+
+    def cancel(self, handle: WriteHandle) -> None:
+        if not isinstance(handle, StagedWrite):
+            raise TransferError(f"{self._kind}: {handle!r} is not a write of this endpoint")
+        if not self._closed:
+            handle.peer.cancel(handle)
+
+    def expect(self, change: int) -> None:
+        self._inner.expect(change)
+
+    async def disconnect(self, peer: Peer) -> None:
+        self._check_open()
+        known = self._known(peer)
+        known.end("disconnected")
+        await known.gathered.wait()
+        await self._inner.disconnect(known.inner)
+        if self._peers.get(known.descriptor.agent) is known:
+            del self._peers[known.descriptor.agent]
+        process = known.descriptor.incarnation
+        if known.staged and process not in self._accepted and not self._sender.of(process):
+            await self._inner.revoke(process)
+
+    async def close(self) -> None:
+        self._closed = True
+        self._sender.close("the endpoint is closed")
+        self._rings.close()
+        self._gatherer.close()
+        self._scatterer.close()
+        await self._inner.close()
+        await asyncio.sleep(0)  # the answers of both threads
+        for peer in self._peers.values():
+            peer.abandon()
+        self._peers.clear()
+        await asyncio.sleep(0)  # `on_end` of what just ended, before this returns
+
+    # --- what comes in ---
+
+    def _notified(self, agent: str, payload: bytes) -> None:
+        if payload[:1] == USER:
+            self._on_notify(agent, payload[1:])
+            return
+        try:
+            message = decode(payload[1:] if payload[:1] == OURS else b"")
+        except TransferError as error:
+            self.counts["notifications of staging that do not decode"] += 1
+            _log.warning("from %s: %s", agent, error)
+            return
+        match message:
+            case Hello():
+                self._rings.hello(agent, message)
+            case Scatter():
+                self._rings.scatter(agent, message)
+            case Ready() | Scattered():
+                peer = self._sender.find(message.incarnation, message.generation, message.session)
+                if peer is None:
+                    self.counts["late or stray notifications of staging"] += 1
+                elif isinstance(message, Ready):
+                    peer.ready()
+                else:
+                    peer.scattered(message)
+
+    @property
+    def _kind(self) -> str:
+        return f"{self._inner.backend}+staging"
+
+    def _known(self, peer: Peer) -> StagedPeer:
+        if not isinstance(peer, StagedPeer):
+            raise TransferError(f"{self._kind}: {peer!r} is not a peer of this endpoint")
+        return peer
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransferError(f"{self._kind}: the endpoint is closed")

@@ -1,0 +1,163 @@
+"""What the peers of one endpoint share on the writer's side: slots of staging memory, the thread that gathers, and the
+look after peers whose word is awaited.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable
+
+from kvferry.transfer.contract import Descriptor, Endpoint, Peer, TransferError, encode_descriptor
+from kvferry.transfer.staging.copies import Memory
+from kvferry.transfer.staging.pieces import Piece
+from kvferry.transfer.staging.source import StagedPeer, StagedWrite
+from kvferry.transfer.staging.wire import Hello, Lent, encode
+from kvferry.transfer.staging.worker import OnDone, Worker
+
+#: How often the path of a peer is tried while nothing but its word is awaited.
+TRY_S = 0.1
+
+
+class Sender:
+    """Slots begin at 0 of staging memory; `scratch` is a word of it that is never written to. `staging_region` is the
+    number of that memory among our regions.
+    """
+
+    def __init__(
+        self,
+        inner: Endpoint,
+        memory: Memory,
+        staging_region: int,
+        slots: int,
+        slot_bytes: int,
+        worker: Worker,
+        loop: asyncio.AbstractEventLoop,
+        now_s: Callable[[], float],
+        sleep: Callable[[float], Awaitable[None]],
+        counts: Counter[str],
+    ) -> None:
+        self.inner, self.loop, self.now_s, self.counts = inner, loop, now_s, counts
+        self.staging_region, self.slot_bytes = staging_region, slot_bytes
+        self.scratch = slots * slot_bytes
+        self._memory, self._worker, self._sleep = memory, worker, sleep
+        self._free = list(range(slots))[::-1]
+        self._asking: deque[StagedPeer] = deque()
+        self._peers: dict[tuple[int, int, int], StagedPeer] = {}  # by (incarnation, generation, session)
+        self._spoilt: set[tuple[int, int]] = set()
+        self._sessions = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._watch: asyncio.Task[None] | None = None
+
+    # --- peers ---
+
+    def peer(self, inner: Peer, descriptor: Descriptor, lent: Lent) -> StagedPeer:
+        """A new connection. One whose ring may still be written into by an earlier one stages nothing."""
+        self._sessions += 1
+        if (descriptor.incarnation, descriptor.generation) in self._spoilt:
+            lent = Lent(lent.metadata, lent.extra, 0, 0)
+        peer = StagedPeer(self, inner, descriptor, lent, self._sessions)
+        self._peers[(descriptor.incarnation, descriptor.generation, self._sessions)] = peer
+        return peer
+
+    def find(self, incarnation: int, generation: int, session: int) -> StagedPeer | None:
+        return self._peers.get((incarnation, generation, session))
+
+    def of(self, incarnation: int) -> list[StagedPeer]:
+        """The peers of that process that answer us."""
+        return [peer for key, peer in self._peers.items() if key[0] == incarnation and peer.staged]
+
+    def forget(self, peer: StagedPeer) -> None:
+        self._peers.pop((peer.descriptor.incarnation, peer.descriptor.generation, peer.session), None)
+        if peer in self._asking:
+            self._asking.remove(peer)
+
+    def spoil(self, peer: StagedPeer) -> None:
+        """Something that was posted into this ring may land at any time, as long as the agent lives."""
+        self._spoilt.add((peer.descriptor.incarnation, peer.descriptor.generation))
+
+    def greet(self, peer: StagedPeer) -> None:
+        """Tell the target how to answer."""
+
+        async def say() -> None:
+            try:
+                back = encode_descriptor(await self.inner.accept(peer.descriptor.incarnation))
+                if not peer.broken:
+                    hello = Hello(peer.descriptor.generation, peer.session, back)
+                    self.inner.notify(peer.inner, encode(hello))
+            except TransferError as error:
+                peer.end(f"{peer.descriptor.agent}: no way for its answers: {error}")
+
+        task = self.loop.create_task(say())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        self.watch(peer)
+
+    # --- memory ---
+
+    @staticmethod
+    def region_of(descriptor: Descriptor, lent: Lent) -> int:
+        """The number of the peer's staging memory among the regions that the endpoint within knows."""
+        return len(descriptor.regions)
+
+    def place_of(self, slot: int) -> int:
+        return slot * self.slot_bytes
+
+    def take_slot(self, peer: StagedPeer) -> int | None:
+        """None when the peer has to wait for its turn: then it is asked (`pump`) when that has come."""
+        if peer in self._asking:
+            if peer is not self._asking[0] or not self._free:
+                return None
+            self._asking.popleft()
+        elif self._asking or not self._free:
+            self._asking.append(peer)
+            return None
+        return self._free.pop()
+
+    def give_back(self, slot: int) -> None:
+        self._free.append(slot)
+        while self._free and self._asking:
+            first = self._asking[0]
+            first.pump()
+            if self._asking and self._asking[0] is first:  # it has no use for it now
+                self._asking.popleft()
+
+    def gather(self, peer: StagedPeer, write: StagedWrite, piece: Piece, slot: int, on_done: OnDone) -> None:
+        columns, runs = piece.columns, piece.runs
+
+        def copy() -> None:
+            if not peer.broken and not write.cancelled:
+                side = (columns.source_region, columns.source_start, columns.source_stride, columns.width)
+                self._memory.gather((*side, runs.source_at, runs.count), self.place_of(slot), piece.size_bytes)
+
+        self._worker.put(copy, on_done)
+
+    # --- waiting for a peer's word ---
+
+    def watch(self, peer: StagedPeer) -> None:
+        if self._watch is None:
+            self._watch = self.loop.create_task(self._watched())
+
+    async def _watched(self) -> None:
+        """A peer that says nothing for two turns is tried, so that the end of its path shows."""
+        self.inner.expect(+1)
+        silent: dict[StagedPeer, int] = {}
+        try:
+            while True:
+                await self._sleep(TRY_S)
+                waiting = {peer: peer.heard for peer in self._peers.values() if peer.waits_for_word}
+                for peer, heard in waiting.items():
+                    if silent.get(peer) == heard:
+                        peer.try_path()
+                silent = waiting
+                if not any(peer.busy for peer in self._peers.values()):
+                    return
+        finally:
+            self.inner.expect(-1)
+            self._watch = None
+
+    def close(self, why: str) -> None:
+        for peer in list(self._peers.values()):
+            peer.end(why)
+        for task in (*self._tasks, *((self._watch,) if self._watch is not None else ())):
+            task.cancel()

@@ -1,0 +1,329 @@
+"""The writer's side of staging, for one peer: its writes in order, and their pieces on the way.
+
+A piece takes room in the ring that the peer has lent us, then a slot of our own staging memory; it is gathered there,
+written into the ring as one span, and announced. When the peer has scattered it, its room is free again. Several pieces
+are on the way at a time, in order; one that finds no room waits at the head of the queue, and is counted once.
+
+A write has ended when everything that was announced has been scattered, and nothing else was. After a cancel no piece
+is begun, and one that has not been announced never is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvferry.transfer.contract import (
+    Descriptor,
+    Peer,
+    Spans,
+    TransferError,
+    WriteHandle,
+    WriteOutcome,
+    WriteResult,
+)
+from kvferry.transfer.spans import make_spans
+from kvferry.transfer.staging.pieces import Piece
+from kvferry.transfer.staging.ring import Ring, Room
+from kvferry.transfer.staging.wire import Lent, Scattered, encode, scatter
+
+if TYPE_CHECKING:
+    from kvferry.transfer.staging.sender import Sender
+
+_log = logging.getLogger(__name__)
+
+
+class StagedWrite:
+    """`open` counts what has been begun and has not ended: pieces, and the write of what is not staged. It is posted
+    from the start of its first gathering on, and flushed when its last piece has been scattered.
+    """
+
+    def __init__(
+        self, peer: StagedPeer, pieces: Iterator[Piece], on_end: Callable[[WriteResult], None], called_s: float
+    ) -> None:
+        self.result: WriteResult | None = None
+        self.peer, self.on_end = peer, on_end
+        self.pieces = pieces
+        self.next = next(pieces, None)
+        self.waits = False  # the next piece has found no room, and has been counted
+        self.straight: WriteHandle | None = None
+        self.open = 0
+        self.size_bytes = self.descriptors = 0
+        self.called_s = called_s
+        self.first_post_s: float | None = None
+        self.last_flush_s: float | None = None
+        self.cancelled = False
+        self.cut_short = False  # something of it was not written
+        self.broken = ""
+        self.ended = False
+
+    def take(self) -> Piece:
+        piece, self.next = self.next, next(self.pieces, None)
+        assert piece is not None
+        self.waits = False
+        return piece
+
+    def drop(self) -> None:
+        """No further piece is begun."""
+        self.cut_short |= self.next is not None
+        self.next, self.pieces = None, iter(())
+
+    def measure(self, part: WriteResult, now_s: float) -> None:
+        """A write of the endpoint within, which is a part of this one, has ended."""
+        self.descriptors += part.descriptors or 0
+        if part.wire_s is not None:
+            first_s = max(self.called_s, now_s - part.wire_s)
+            self.first_post_s = first_s if self.first_post_s is None else min(self.first_post_s, first_s)
+            self.last_flush_s = now_s
+
+    @property
+    def complete(self) -> bool:
+        return self.next is None and not self.open
+
+
+class StagedPeer:
+    """`descriptor` is the one given to `connect`. `broken` says why, once it is, and that is for good."""
+
+    def __init__(self, sender: Sender, inner: Peer, descriptor: Descriptor, lent: Lent, session: int) -> None:
+        self.inner, self.session, self.lent = inner, session, lent
+        self.broken = ""
+        self.gathering = 0
+        self.gathered = asyncio.Event()  # nothing is being gathered
+        self.gathered.set()
+        self._sender, self._descriptor = sender, descriptor
+        self._ring = Ring(lent.size_bytes)
+        self._place = sender.region_of(descriptor, lent)
+        self._writes: deque[StagedWrite] = deque()
+        self._announced: dict[int, tuple[StagedWrite, Piece, Room]] = {}
+        self._numbers = 0
+        self.heard = 0  # answers so far
+        self._posted = 0
+        self._opening = self._ready = False
+
+    @property
+    def descriptor(self) -> Descriptor:
+        return self._descriptor
+
+    @property
+    def staged(self) -> bool:
+        return self._opening
+
+    @property
+    def waits_for_word(self) -> bool:
+        """Only the peer's word moves things on, so that its death would not be noticed."""
+        waits = self._announced or (not self._ready and any(write.next is not None for write in self._writes))
+        return bool(waits) and not self._posted and not self.broken
+
+    @property
+    def busy(self) -> bool:
+        """Pieces are on their way, or wait to be."""
+        return bool(self._announced or self._posted or self.gathering) or any(w.next is not None for w in self._writes)
+
+    # --- writes ---
+
+    def write(self, straight: Spans, pieces: Iterator[Piece], on_end: Callable[[WriteResult], None]) -> StagedWrite:
+        """Raises TransferError when the endpoint within refuses what is not staged."""
+        write = StagedWrite(self, pieces, on_end, self._sender.now_s())
+        if self.broken:
+            self._break(write, self.broken)
+        elif len(straight) or write.next is None:
+            write.open = 1
+            write.straight = self._sender.inner.write(self.inner, straight, partial(self._straight_ended, write))
+        self._writes.append(write)
+        if not self._opening and write.next is not None:
+            self._opening = True
+            self._sender.greet(self)
+        self._settle(write)
+        self.pump()
+        return write
+
+    def cancel(self, write: StagedWrite) -> None:
+        write.cancelled = True
+        write.drop()
+        if write.straight is not None:
+            self._sender.inner.cancel(write.straight)
+        self._settle(write)
+
+    def _straight_ended(self, write: StagedWrite, result: WriteResult) -> None:
+        write.open -= 1
+        write.size_bytes += result.size_bytes
+        write.measure(result, self._sender.now_s())
+        if result.outcome is not WriteOutcome.FLUSHED:
+            write.cut_short = True
+        if result.outcome is WriteOutcome.BROKEN:
+            self.end(result.error)
+        self._settle(write)
+
+    def _settle(self, write: StagedWrite) -> None:
+        """End what has come to its end: in order, but for what was cut short."""
+        if write.complete and (write.cancelled or write.broken) and not write.ended:
+            self._end(write)
+        while self._writes and (self._writes[0].ended or self._writes[0].complete):
+            first = self._writes.popleft()
+            if not first.ended:
+                self._end(first)
+
+    def _end(self, write: StagedWrite) -> None:
+        write.ended = True
+        outcome = WriteOutcome.CANCELLED if write.cut_short else WriteOutcome.FLUSHED
+        if write.broken:
+            outcome = WriteOutcome.BROKEN
+        first_s, last_s, posted = write.first_post_s, write.last_flush_s, write.descriptors or None
+        wait_s = None if first_s is None else first_s - write.called_s
+        wire_s = None if first_s is None else (self._sender.now_s() if last_s is None else last_s) - first_s
+        result = WriteResult(outcome, write.size_bytes, wire_s, write.broken, wait_s, posted)
+        self._sender.loop.call_soon(_tell, write, result)
+
+    # --- pieces ---
+
+    def ready(self) -> None:
+        self._ready = True
+        self.pump()
+
+    def pump(self) -> None:
+        """Begin pieces, as long as there is room for them."""
+        while self._ready and not self.broken:
+            write = next((write for write in self._writes if write.next is not None), None)
+            if write is None or write.next is None:
+                return
+            room = self._ring.take(write.next.room_bytes)
+            if room is None:
+                if not write.waits:
+                    write.waits = True
+                    self._sender.counts["pieces that waited for room"] += 1
+                return
+            slot = self._sender.take_slot(self)
+            if slot is None:
+                self._ring.withdraw(room)
+                return
+            self._gather(write, write.take(), room, slot)
+
+    def _gather(self, write: StagedWrite, piece: Piece, room: Room, slot: int) -> None:
+        write.open += 1
+        if write.first_post_s is None:
+            write.first_post_s = self._sender.now_s()
+        self.gathering += 1
+        self.gathered.clear()
+        self._sender.gather(self, write, piece, slot, partial(self._gather_ended, write, piece, room, slot))
+
+    def _gather_ended(self, write: StagedWrite, piece: Piece, room: Room, slot: int, error: str) -> None:
+        self.gathering -= 1
+        if not self.gathering:
+            self.gathered.set()
+        if error:
+            self.end(f"a piece of {piece.size_bytes} bytes was not gathered: {error}")
+        if write.cancelled or self.broken:
+            self._void(write, room, slot)
+            return
+        spans = make_spans(
+            self._sender.staging_region, self._place, self._sender.place_of(slot), self.lent.offset + room.offset,
+            piece.size_bytes,
+        )  # fmt: skip
+        try:
+            self._sender.inner.write(self.inner, spans, partial(self._flushed, write, piece, room, slot))
+            self._posted += 1
+        except TransferError as refused:
+            self.end(str(refused))
+            self._void(write, room, slot)
+
+    def _void(self, write: StagedWrite, room: Room, slot: int) -> None:
+        """A piece that is not announced: its room and slot are free, since nothing of it is under way."""
+        write.open -= 1
+        write.cut_short = True
+        self._ring.give_back(room)
+        self._sender.give_back(slot)
+        self._settle(write)
+        self.pump()
+
+    def _flushed(self, write: StagedWrite, piece: Piece, room: Room, slot: int, result: WriteResult) -> None:
+        """It lies in the ring."""
+        self._posted -= 1
+        write.measure(result, self._sender.now_s())
+        if result.outcome is not WriteOutcome.FLUSHED:
+            self._sender.spoil(self)  # what of it may still land would land in another's piece
+            self.end(result.error or "a piece was cancelled")
+        if write.cancelled or self.broken:
+            self._void(write, room, slot)
+            return
+        self._sender.give_back(slot)
+        number, self._numbers = self._numbers, self._numbers + 1
+        self._announced[number] = (write, piece, room)
+        message = scatter(piece, self._descriptor.generation, self.session, number, room.offset)
+        try:
+            self._sender.inner.notify(self.inner, encode(message))
+        except TransferError as refused:
+            self.end(str(refused))
+        self._sender.watch(self)
+
+    def scattered(self, message: Scattered) -> None:
+        if message.number not in self._announced:
+            return
+        write, piece, room = self._announced.pop(message.number)
+        self.heard += 1
+        write.open -= 1
+        self._ring.give_back(room)
+        if message.error:
+            write.cut_short = True
+            self.end(f"{self._descriptor.agent}: {message.error}")
+        else:
+            write.size_bytes += piece.size_bytes
+            write.last_flush_s = self._sender.now_s()
+            self._sender.counts["pieces staged"] += 1
+            self._sender.counts["staged bytes"] += piece.size_bytes
+        self._settle(write)
+        self.pump()
+
+    # --- its end ---
+
+    def try_path(self) -> None:
+        """Write a word beside the ring: a path that has ended says so."""
+        sender, region = self._sender, self._sender.staging_region
+        spans = make_spans(region, self._place, sender.scratch, self.lent.offset + self.lent.size_bytes, [8])
+        self._posted += 1
+        try:
+            sender.inner.write(self.inner, spans, self._tried)
+        except TransferError as refused:
+            self._posted -= 1
+            self.end(str(refused))
+
+    def _tried(self, result: WriteResult) -> None:
+        self._posted -= 1
+        if result.outcome is not WriteOutcome.FLUSHED:
+            self.end(result.error)
+
+    def end(self, why: str) -> None:
+        """Announce nothing more. What was announced may or may not be scattered: nobody here can say. Each write ends
+        once nothing of it is being gathered or posted.
+        """
+        if self.broken:
+            return
+        self.broken = why
+        self._sender.forget(self)
+        for write, _, _ in self._announced.values():
+            write.open -= 1
+            write.cut_short = True
+        self._announced.clear()
+        for write in list(self._writes):
+            self._break(write, why)
+        for write in list(self._writes):
+            self._settle(write)
+
+    def abandon(self) -> None:
+        """The endpoint is closed: nothing is gathered or posted any more, and what was begun will not answer."""
+        for write in list(self._writes):
+            write.open = 0
+            self._settle(write)
+
+    @staticmethod
+    def _break(write: StagedWrite, why: str) -> None:
+        write.drop()
+        write.broken = why
+
+
+def _tell(write: StagedWrite, result: WriteResult) -> None:
+    write.result = result
+    write.on_end(result)

@@ -1,0 +1,201 @@
+"""The target's side of staging: rings that are lent to writers, and the scattering of what lies in them.
+
+A ring is lent with a receiving agent. When that agent is revoked, nothing of the writer's is scattered any more: a
+notification of it that is still to come is dropped, and the copy that was under way is waited for. The ring goes to
+another writer only if nothing can land in it any more, as the endpoint within proves; else it is laid aside until
+`writer_exited`, because the next writer's bytes would not be safe there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable
+from dataclasses import dataclass, field
+
+from kvferry.transfer.contract import Descriptor, Endpoint, Peer, Region, Revoked, TransferError, decode_descriptor
+from kvferry.transfer.staging.copies import Memory, Side
+from kvferry.transfer.staging.wire import Hello, Ready, Scatter, Scattered, encode, unpack
+from kvferry.transfer.staging.worker import Worker
+from kvferry.transfer.work import check_slices
+
+_log = logging.getLogger(__name__)
+
+#: After each ring: a place to write to for a writer that wants to know whether its path still stands.
+SCRATCH_BYTES = 64
+
+
+@dataclass(eq=False)
+class Lease:
+    """What a writer has here, for as long as it has this agent. `ring`: its number, or None."""
+
+    writer: int
+    generation: int
+    ring: int | None
+    open: bool = True
+    session: int = -1
+    agent: str = ""  # the sending one of that session
+    back: Peer | None = None  # our connection to the writer
+    copying: int = 0
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Rings:
+    """`offset` is where the rings begin in staging memory; `regions` are the user's."""
+
+    def __init__(
+        self,
+        inner: Endpoint,
+        incarnation: int,
+        memory: Memory,
+        regions: tuple[Region, ...],
+        offset: int,
+        ring_bytes: int,
+        rings: int,
+        worker: Worker,
+        loop: asyncio.AbstractEventLoop,
+        counts: Counter[str],
+    ) -> None:
+        self._inner, self._incarnation = inner, incarnation
+        self._memory, self._regions = memory, regions
+        self._offset, self._ring_bytes, self._worker, self._loop = offset, ring_bytes, worker, loop
+        self._counts = counts
+        self._free = list(range(rings))[::-1]
+        self._leases: dict[int, Lease] = {}  # by generation of the agent
+        self._aside: dict[int, list[int]] = {}  # by writer, rings that it may still write into
+        self._greeting: set[asyncio.Task[None]] = set()
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def aside(self) -> int:
+        return sum(map(len, self._aside.values()))
+
+    def lend(self, writer: int, descriptor: Descriptor) -> tuple[int, int]:
+        """(offset in staging memory, bytes) of the ring that goes with this agent; 0 bytes when none is free."""
+        lease = self._leases.get(descriptor.generation)
+        if lease is None:
+            ring = self._free.pop() if self._free else None
+            lease = self._leases[descriptor.generation] = Lease(writer, descriptor.generation, ring)
+            lease.idle.set()
+            if ring is None:
+                self._counts["writers without a ring"] += 1
+                _log.info("writer %016x gets no ring: all are lent; its slices go straight", writer)
+        return (0, 0) if lease.ring is None else (self._place(lease.ring), self._ring_bytes)
+
+    def _place(self, ring: int) -> int:
+        return self._offset + ring * (self._ring_bytes + SCRATCH_BYTES)
+
+    async def end(self, writer: int, revoke: Awaitable[Revoked | None]) -> Revoked | None:
+        """Stop all of a writer's scattering. `revoke` is that of the endpoint within: it begins at once, so that what
+        is asked of both is done in one order.
+        """
+        ended = [lease for lease in self._leases.values() if lease.writer == writer]
+        for lease in ended:
+            lease.open = False
+            del self._leases[lease.generation]
+        proof = await revoke
+        for lease in ended:
+            await lease.idle.wait()
+            if lease.back is not None:
+                await self._inner.disconnect(lease.back)
+            if lease.ring is not None and proof is not None:
+                self._free.append(lease.ring)
+            elif lease.ring is not None:
+                self._aside.setdefault(writer, []).append(lease.ring)
+        return proof
+
+    def writer_exited(self, writer: int) -> None:
+        """That process has ended, and its agent here has been revoked: its rings can be lent again."""
+        self._free += self._aside.pop(writer, [])
+
+    def close(self) -> None:
+        for lease in self._leases.values():
+            lease.open = False
+        self._leases.clear()
+        for task in self._greeting:
+            task.cancel()
+
+    # --- what writers say ---
+
+    def hello(self, agent: str, message: Hello) -> None:
+        lease = self._leases.get(message.generation)
+        if lease is None or lease.ring is None or message.session <= lease.session:
+            self._counts["late or stray notifications of staging"] += 1
+            return
+        lease.session, lease.agent = message.session, agent
+        task = self._loop.create_task(self._greet(lease, message))
+        self._greeting.add(task)
+        task.add_done_callback(self._greeting.discard)
+
+    async def _greet(self, lease: Lease, message: Hello) -> None:
+        """Ready, once nothing of a session before this one is read from the ring any more."""
+        await lease.idle.wait()
+        try:
+            descriptor = decode_descriptor(message.descriptor)
+            if descriptor.incarnation != lease.writer:
+                raise TransferError(f"writer {lease.writer:016x} gives the descriptor of {descriptor.incarnation:016x}")
+            before, back = lease.back, await self._inner.connect(descriptor)
+            if not lease.open:
+                await self._inner.disconnect(back)
+                return
+            lease.back = back
+            if before is not None and before is not back:
+                await self._inner.disconnect(before)
+            self._inner.notify(back, encode(Ready(self._incarnation, lease.generation, message.session)))
+        except TransferError as error:  # the writer waits, and posts nothing, until it is cancelled or disconnected
+            _log.warning("writer %016x can't be answered, and stages nothing: %s", lease.writer, error)
+
+    def scatter(self, agent: str, message: Scatter) -> None:
+        """Puts a piece where it belongs, on the worker; the writer hears of it."""
+        lease = self._leases.get(message.generation)
+        if lease is None or (lease.session, lease.agent) != (message.session, agent) or lease.ring is None:
+            self._counts["late or stray notifications of staging"] += 1
+            return
+        try:
+            side = self._side(message)
+        except TransferError as error:
+            self._answer(lease, message, str(error))
+            return
+        place = self._place(lease.ring) + message.offset
+        lease.copying += 1
+        lease.idle.clear()
+
+        def copy() -> None:
+            if lease.open and lease.session == message.session:
+                self._memory.scatter(place, message.size_bytes, side)
+
+        def copied(error: str) -> None:
+            lease.copying -= 1
+            if not lease.copying:
+                lease.idle.set()
+            self._answer(lease, message, error)
+
+        self._worker.put(copy, copied)
+
+    def _side(self, message: Scatter) -> Side:
+        """Raises TransferError for what lies outside the ring or a region."""
+        pairs, runs = message.pairs, message.runs
+        region, start = unpack(message.region, pairs), unpack(message.start, pairs)
+        stride, width = unpack(message.stride, pairs), unpack(message.width, pairs)
+        at, count = unpack(message.at, runs), unpack(message.count, runs)
+        check_slices("target", self._regions, region, start, stride, width, at, count)
+        size = sum(width.tolist()) * sum(count.tolist())
+        if size != message.size_bytes or message.offset + size > self._ring_bytes:
+            raise TransferError(
+                f"piece {message.number}: slices of {size} bytes from {message.size_bytes} at {message.offset} of a "
+                f"ring of {self._ring_bytes}"
+            )
+        return region, start, stride, width, at, count
+
+    def _answer(self, lease: Lease, message: Scatter, error: str) -> None:
+        if not lease.open or lease.session != message.session or lease.back is None:
+            return
+        answer = Scattered(self._incarnation, lease.generation, message.session, message.number, error)
+        try:
+            self._inner.notify(lease.back, encode(answer))
+        except TransferError as closed:  # the endpoint has ended meanwhile
+            _log.info("a piece's answer was dropped: %s", closed)

@@ -1,0 +1,153 @@
+"""What the two ends of staging say to each other, in notifications of the endpoint within. Pure.
+
+A notification of the user is passed on behind one byte, USER. Of the others: a writer says Hello and how it can be
+reached; the target connects to it and answers Ready. For each piece that lies in the ring the writer says Scatter, and
+the target answers Scattered when it has been.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from msgspec.structs import replace
+
+from kvferry.transfer.blocks import Ints
+from kvferry.transfer.contract import Descriptor, Region, TransferError
+from kvferry.transfer.staging.pieces import Piece
+
+USER, OURS = b"\x00", b"\x01"
+#: What a peer's word is held to.
+_MOST_PAIRS, _MOST_RUNS, _MOST_BYTES = 2**20, 2**24, 2**40
+
+_Count = Annotated[int, Meta(ge=0, le=2**62)]
+#: Whole numbers, of which the reader knows how many: (first, step), or all of them, little-endian, in 4 or 8 bytes.
+Numbers = tuple[int, int] | bytes
+
+
+class Lent(msgspec.Struct, frozen=True, array_like=True):
+    """`Descriptor.metadata` of a staging endpoint. `metadata` is that of the endpoint within, which has `extra` regions
+    behind those of the descriptor; the writer's ring is `size_bytes` from `offset` on of the first of them, and after
+    it there are 64 bytes to try the path with. `size_bytes` 0: no ring was free.
+    """
+
+    metadata: bytes
+    extra: tuple[Region, ...]
+    offset: _Count
+    size_bytes: _Count
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """`generation` of the agent that this is said to; `session` counts the writer's connections to it; `descriptor` is
+    the one by which the target reaches the writer.
+    """
+
+    generation: _Count
+    session: _Count
+    descriptor: bytes
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    incarnation: int
+    generation: _Count
+    session: _Count
+
+
+class Scatter(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """`size_bytes` at `offset` of the ring are slices of `pairs` pairs and `runs` runs: their target side."""
+
+    generation: _Count
+    session: _Count
+    number: _Count
+    offset: _Count
+    size_bytes: Annotated[int, Meta(ge=1, le=_MOST_BYTES)]
+    pairs: Annotated[int, Meta(ge=1, le=_MOST_PAIRS)]
+    runs: Annotated[int, Meta(ge=1, le=_MOST_RUNS)]
+    region: Numbers
+    start: Numbers
+    stride: Numbers
+    width: Numbers
+    at: Numbers
+    count: Numbers
+
+
+class Scattered(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """`error`: it was not, and never will be."""
+
+    incarnation: int
+    generation: _Count
+    session: _Count
+    number: _Count
+    error: str = ""
+
+
+Message = Hello | Ready | Scatter | Scattered
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Message)
+_lent = msgspec.msgpack.Decoder(Lent)
+
+
+def encode(message: Message) -> bytes:
+    return OURS + _encoder.encode(message)
+
+
+def decode(payload: bytes) -> Message:
+    """What follows OURS. Raises TransferError."""
+    try:
+        return _decoder.decode(payload)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise TransferError(f"not a message of staging: {error}") from None
+
+
+def wrap(inner: Descriptor, backend: str, regions: int, offset: int, size_bytes: int) -> Descriptor:
+    """The descriptor to hand out: of the first `regions` regions, and with a ring."""
+    lent = Lent(inner.metadata, inner.regions[regions:], offset, size_bytes)
+    return replace(inner, backend=backend, metadata=_encoder.encode(lent), regions=inner.regions[:regions])
+
+
+def unwrap(outer: Descriptor, backend: str) -> tuple[Descriptor, Lent]:
+    """The descriptor for the endpoint within. Raises TransferError for a ring that does not lie in its region."""
+    try:
+        lent = _lent.decode(outer.metadata)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise TransferError(f"{outer.agent}: metadata of staging does not decode: {error}") from None
+    held = lent.extra[0].item_bytes * lent.extra[0].items if lent.extra else 0
+    if lent.size_bytes and lent.offset + lent.size_bytes > held:
+        raise TransferError(f"{outer.agent}: a ring of {lent.size_bytes} bytes at {lent.offset} of {held}")
+    regions = outer.regions + lent.extra
+    return replace(outer, backend=backend, metadata=lent.metadata, regions=regions), lent
+
+
+def scatter(piece: Piece, generation: int, session: int, number: int, offset: int) -> Scatter:
+    columns, runs = piece.columns, piece.runs
+    return Scatter(
+        generation, session, number, offset, piece.size_bytes, len(columns), len(runs),
+        pack(columns.target_region), pack(columns.target_start), pack(columns.target_stride), pack(columns.width),
+        pack(runs.target_at), pack(runs.count),
+    )  # fmt: skip
+
+
+def pack(numbers: np.ndarray[tuple[int], np.dtype[np.int64]] | np.ndarray[tuple[int], np.dtype[np.int32]]) -> Numbers:
+    """Most columns are one number all the way, or count upwards."""
+    if len(numbers) < 2:
+        return int(numbers[0]) if len(numbers) else 0, 0
+    first, step = int(numbers[0]), int(numbers[1]) - int(numbers[0])
+    if ((numbers[1:] - numbers[:-1]) == step).all():
+        return first, step
+    small = int(numbers.min()) >= 0 and int(numbers.max()) < 2**31
+    return numbers.astype("<i4" if small else "<i8").tobytes()
+
+
+def unpack(numbers: Numbers, count: int) -> Ints:
+    """int64 [count]. Raises TransferError when they are not so many."""
+    if isinstance(numbers, tuple):
+        first, step = numbers
+        if abs(first) > 2**62 or abs(first + step * (count - 1)) > 2**62:
+            raise TransferError(f"{count} numbers from {first} on, each {step} more")
+        return first + step * np.arange(count, dtype=np.int64)
+    if len(numbers) not in (4 * count, 8 * count):
+        raise TransferError(f"{count} numbers in {len(numbers)} bytes")
+    return np.frombuffer(numbers, dtype="<i4" if len(numbers) == 4 * count else "<i8").astype(np.int64)

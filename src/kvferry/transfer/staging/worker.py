@@ -1,0 +1,51 @@
+"""A thread that copies, so that the loop does not wait: jobs one after the other, answers on the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from queue import SimpleQueue
+from threading import Thread
+
+_log = logging.getLogger(__name__)
+
+#: Called on the loop with "" or what went wrong.
+OnDone = Callable[[str], None]
+
+
+class Worker:
+    """The thread starts with the first job. `close` ends it after the job that it is at; the others are never done."""
+
+    def __init__(self, name: str, loop: asyncio.AbstractEventLoop) -> None:
+        self._name, self._loop = name, loop
+        self._jobs: SimpleQueue[tuple[Callable[[], None], OnDone] | None] = SimpleQueue()
+        self._thread: Thread | None = None
+        self._closed = False
+
+    def put(self, job: Callable[[], None], on_done: OnDone) -> None:
+        if self._thread is None:
+            self._thread = Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        self._jobs.put((job, on_done))
+
+    def close(self) -> None:
+        """When it returns, nothing copies any more. Waits for one job: some MiB."""
+        self._closed = True
+        self._jobs.put(None)
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closed and (work := self._jobs.get()) is not None:
+            job, on_done = work
+            error = ""
+            try:
+                job()
+            except Exception as raised:  # noqa: BLE001  (whatever it is, whoever waits for the copy must hear of it)
+                error = f"{type(raised).__name__}: {raised}"
+                _log.exception("%s: a copy failed", self._name)
+            try:
+                self._loop.call_soon_threadsafe(on_done, error)
+            except RuntimeError as closed:  # a loop that was closed under us has nobody left to tell
+                _log.info("%s: an answer was not delivered: %s", self._name, closed)

@@ -1,0 +1,112 @@
+"""Staging between two processes, of which one is stopped, continued or killed in mid-transfer."""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvferry.transfer.contract import WriteOutcome, decode_descriptor, encode_descriptor
+from kvferry.transfer.page_plan import page_blocks
+from kvferry.transfer.pairing import pair_common
+
+SOURCE, PAGES = 0x51, 40
+
+
+@pytest.fixture
+async def start(make_site):
+    started = []
+
+    async def run(role, transports):
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            str(Path(__file__).with_name("staging_process.py")),
+            role,
+            transports,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        )
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        if process.returncode is None:
+            process.kill()
+        process.stdin.close()
+        await process.wait()
+        process._transport.close()
+
+
+@pytest.fixture(params=["host", "tcp"])
+def transports(request):
+    return request.param
+
+
+@pytest.fixture
+async def writing(start, make_site, transports, tools):
+    """(source, peer, blocks, target process); what has been written once lies there."""
+    source = await make_site(f"staging-ucx-{transports}", SOURCE, tools.Heads(2, 2, seed=1))
+    process = await start("target", transports)
+    line = await asyncio.wait_for(process.stdout.readline(), 60)
+    peer = await source.endpoint.connect(decode_descriptor(bytes.fromhex(line.decode())))
+    pairing = pair_common(source.memory.regions, peer.descriptor.regions)
+    blocks = page_blocks(pairing, np.arange(PAGES), np.arange(PAGES))
+    outcome = tools.Outcome()
+    source.endpoint.write(peer, blocks, outcome)
+    assert (await outcome).outcome is WriteOutcome.FLUSHED
+    return source, peer, blocks, process
+
+
+async def test_a_target_killed_in_mid_transfer_breaks_the_writes(writing, tools):
+    source, peer, blocks, process = writing
+    process.send_signal(signal.SIGSTOP)
+    outcomes = [tools.Outcome() for _ in range(3)]
+    for outcome in outcomes:
+        source.endpoint.write(peer, blocks, outcome)
+    await asyncio.sleep(0.2)
+    process.kill()
+    await process.wait()
+    results = [await outcome for outcome in outcomes]
+    assert [result.outcome for result in results] == [WriteOutcome.BROKEN] * 3 and all(r.error for r in results)
+
+
+async def test_a_cancelled_write_to_a_stopped_target_ends_when_it_has_continued(writing, tools):
+    """It can't say what becomes of the pieces that it has announced before the target says it."""
+    source, peer, blocks, process = writing
+    process.send_signal(signal.SIGSTOP)
+    outcome, after = tools.Outcome(), tools.Outcome()
+    handle = source.endpoint.write(peer, blocks, outcome)
+    await asyncio.sleep(0.2)
+    source.endpoint.cancel(handle)
+    await asyncio.sleep(0.3)
+    assert not outcome.future.done()
+    process.send_signal(signal.SIGCONT)
+    assert (await outcome).outcome is WriteOutcome.CANCELLED
+    source.endpoint.write(peer, blocks, after)
+    assert (await after).outcome is WriteOutcome.FLUSHED
+
+
+async def test_nothing_of_a_dead_writer_is_scattered_after_its_agent_is_revoked(start, make_site, transports, tools):
+    """On one host its end alone is no proof here: what it has announced may be scattered until `revoke` answers."""
+    target = await make_site(f"staging-ucx-{transports}", 0x52, tools.Heads())
+    target.endpoint.expect(+1)
+    writer = await start("source", transports)
+    writer.stdin.write(encode_descriptor(await target.endpoint.accept(SOURCE)).hex().encode() + b"\n")
+    assert await asyncio.wait_for(writer.stdout.readline(), 60) == b"writing\n"
+    source = tools.Heads(2, 2, seed=1)
+    for index, array in enumerate(target.memory.arrays):
+        assert np.array_equal(array, target.memory.from_heads(index, source, np.arange(PAGES), np.arange(PAGES)))
+    writer.kill()
+    await writer.wait()
+    await target.endpoint.revoke(SOURCE)
+    for array in target.memory.arrays:
+        array[:] = 7
+    await asyncio.sleep(0.3)
+    assert all((array == 7).all() for array in target.memory.arrays)
+    target.endpoint.writer_exited(SOURCE)
+    assert target.endpoint.rings == (2, 0)
