@@ -1,0 +1,126 @@
+"""The receiving agent of the `ucxx` backend: what one writer sends is received aside, and put into its place here.
+
+Nothing but `serve`, on the driver's thread, writes into the regions; so once an agent is destroyed on that thread,
+nothing of its writer lands any more, whatever the writer does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kvferry.transfer.contract import Region, Spans, TransferError
+from kvferry.transfer.pack import Bytes, RegionMemory
+from kvferry.transfer.spans import check_side, total_bytes
+from kvferry.transfer.threaded import agent_name
+from kvferry.transfer.ucxx_agent import UcxxAgent
+from kvferry.transfer.ucxx_wire import (
+    ANSWER,
+    CONTROL,
+    DATA,
+    PIECES,
+    Batch,
+    Hello,
+    Placed,
+    decode_to_target,
+    encoder,
+    generation_of,
+    spans_of,
+    tag,
+)
+
+_log = logging.getLogger(__name__)
+
+
+class UcxxTarget:
+    """One writer's way in. A `Hello` begins a session, and ends the one before: the writer has a new agent."""
+
+    def __init__(
+        self,
+        agent: UcxxAgent,
+        writer: int,
+        regions: tuple[Region, ...],
+        piece_bytes: int,
+        memory: RegionMemory,
+        on_note: Callable[[str, bytes], None],
+    ) -> None:
+        """`on_note` gets (the sender's agent, payload)."""
+        self.agent, self._writer = agent, writer
+        self._regions, self._piece_bytes, self._memory, self._on_note = regions, piece_bytes, memory, on_note
+        self._session: int | None = None  # the tag's generation of the agent that writes here now
+        self._sender = ""
+        self._coming: deque[tuple[int, Spans, Any, Bytes]] = deque()  # (number, spans, request, bytes), oldest first
+        self._free: list[Bytes] = []
+
+    def serve(self) -> bool:
+        """One turn. True when anything moved. A writer that fails or breaks the rules loses its session."""
+        moved = self.agent.progress()
+        try:
+            self.agent.check()
+            while (message := self.agent.message(CONTROL)) is not None:
+                moved = True
+                self._take(*message)
+            while self._coming and self._coming[0][2].completed:
+                moved = True
+                self._place(*self._coming.popleft())
+        except (TransferError, self.agent.errors) as error:
+            _log.info("%s: writer %s is gone: %s", self.agent.name, self._sender or f"{self._writer:016x}", error)
+            self._end_session()
+        return moved
+
+    def _take(self, value: int, data: bytes) -> None:
+        message = decode_to_target(data)
+        if isinstance(message, Hello):
+            self._begin_session(generation_of(value), message)
+        elif generation_of(value) == self._session:  # else it is from a session that is over
+            if isinstance(message, Batch):
+                self._receive(message)
+            else:
+                self._on_note(self._sender, message.payload)
+
+    def _begin_session(self, generation: int, hello: Hello) -> None:
+        self._end_session()
+        if not hello.agent.startswith(agent_name(self._writer, 0)[:-1]):
+            raise TransferError(f"it is for {self._writer:016x}, not for {hello.agent}")
+        self.agent.open_peer(hello.address)
+        self._session, self._sender = generation, hello.agent
+
+    def _receive(self, batch: Batch) -> None:
+        assert self._session is not None
+        try:
+            spans = spans_of(batch)
+            check_side(spans, self._regions, "target")
+            size_bytes = total_bytes(spans)
+            if size_bytes > self._piece_bytes or len(self._coming) >= PIECES:
+                limit = f"at most {PIECES} of {self._piece_bytes} bytes"
+                raise TransferError(f"batch {batch.number}: {size_bytes} bytes beside {len(self._coming)}; {limit}")
+        except TransferError as error:
+            self._answer(Placed(batch.number, str(error)))
+            raise
+        buffer = self._free.pop() if self._free else np.empty(self._piece_bytes, np.uint8)
+        request = self.agent.receive(tag(DATA, self._session, batch.number), buffer[:size_bytes])
+        self._coming.append((batch.number, spans, request, buffer))
+
+    def _place(self, number: int, spans: Spans, request: Any, buffer: Bytes) -> None:
+        request.check_error()
+        self._memory.scatter(spans, buffer)
+        self._free.append(buffer)
+        self._answer(Placed(number))
+
+    def _answer(self, placed: Placed) -> None:
+        assert self._session is not None
+        self.agent.send_message(tag(ANSWER, self._session), encoder.encode(placed))
+
+    def _end_session(self) -> None:
+        """What is still coming goes nowhere: its memory is the agent's until it has come."""
+        self._session, self._sender = None, ""
+        self._coming.clear()
+        self.agent.close_peer()
+
+    def destroy(self) -> None:
+        self._coming.clear()
+        self.agent.delete()
