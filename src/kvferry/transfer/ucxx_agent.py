@@ -3,12 +3,10 @@
 Tag messages go over tcp, on the loopback device ("host") or the one that has our address ("tcp"). Where UCX has to
 report a peer's death, as here, it gives tag messages neither shared memory nor CMA (UCX 1.21).
 
-A request that is dropped is cancelled, and a cancelled send whose buffer goes has ended processes. So the agent keeps
-each request with its memory until it has completed. One that is under way when its endpoint is closed never completes,
-and then neither the worker goes nor its connection, so that the peer hears nothing (UCXX 0.52, measured). What does
-complete them is the loss of the connection: so `delete` cuts the worker's sockets first. Only where a peer has never
-answered, because it stood still from the start, that does not help: the worker and its two sockets stay until the
-process ends.
+A request that is dropped is cancelled, and that has ended processes: UCX goes on with it. Nor can a worker be destroyed
+while one is under way: it stays, and so does its connection (UCXX 0.52). So the agent keeps each request with its
+memory until it has completed, which it does when the peer takes part or has died, and is deleted only when none is
+left.
 """
 
 from __future__ import annotations
@@ -16,10 +14,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
-import socket
 from collections import deque
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,8 +42,11 @@ TRANSPORTS = ("host", "tcp")
 
 #: Steps of a worker in one turn: the others shall have theirs.
 _STEPS = 64
-#: What UCXX may take to cancel what is left, and to close.
+#: What UCXX may take to close.
 _CLOSE_NS = 10**9
+
+#: Agents whose peers stood still when their endpoint was closed: dropping them would cancel what is under way.
+_ABANDONED: list[UcxxAgent] = []
 
 
 def load() -> Any:
@@ -151,24 +149,26 @@ class UcxxAgent:
         request.check_error()
         return value, data.tobytes()
 
+    @property
+    def idle(self) -> bool:
+        """Nothing is under way."""
+        return all(request.completed for request, _ in self._held)
+
     def delete(self) -> None:
-        """When this returns, the worker is gone: nothing comes by it, nothing that it sent is read any more, and the
-        peer's requests end with an error.
+        """The peer hears that its connection is lost. With something under way the agent is left as it is, for good;
+        nobody drives it any more.
         """
         if self._worker is None:
             return
-        _cut(self.fd)
-        self._drive()
+        if not self.idle:
+            _ABANDONED.append(self)
+            return
+        # Also what has ended with an error is held by the worker until it is asked for: it would keep the worker.
         self._worker.cancel_inflight_requests(_CLOSE_NS, 1)
         self.close_peer()
         self._held.clear()
         self._coming.clear()
         self._worker = None
-
-    def _drive(self) -> None:
-        """Many turns, also such in which nothing is said to happen: errors are passed on in them."""
-        for _ in range(_STEPS):
-            self._worker.progress_once()
 
     def close_peer(self) -> None:
         """Talk to nobody any more."""
@@ -185,17 +185,3 @@ def _event_descriptor(worker: int) -> int:
     if status != 0:
         raise TransferError(f"the worker has no event descriptor: UCX status {status}")
     return descriptor.value
-
-
-def _cut(fd: int) -> None:
-    """Shut down every socket below an event descriptor, as if the network had cut them."""
-    for line in Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines():
-        if not line.startswith("tfd:"):
-            continue
-        watched = int(line.split()[1])
-        kind = Path(f"/proc/self/fd/{watched}").readlink().name
-        if kind.startswith("socket:"):
-            with socket.socket(fileno=os.dup(watched)) as connection, suppress(OSError):  # it is cut already
-                connection.shutdown(socket.SHUT_RDWR)
-        elif kind == "anon_inode:[eventpoll]":
-            _cut(watched)

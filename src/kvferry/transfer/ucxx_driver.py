@@ -25,6 +25,9 @@ from kvferry.transfer.ucxx_source import UcxxPeer, UcxxWrite
 from kvferry.transfer.ucxx_target import UcxxTarget
 from kvferry.transfer.ucxx_wire import PIECES, UcxxMetadata, encoder, metadata_decoder
 
+#: What a closing endpoint waits at most for peers to take what is under way.
+_PARTING_S = 3.0
+
 _log = logging.getLogger(__name__)
 
 
@@ -97,11 +100,16 @@ class UcxxDriver:
             return
         for served in list(self._awake):
             moved = served.serve()
-            if isinstance(served, UcxxPeer) and served.failure:
-                self._bury(served, served.failure)
+            if isinstance(served, UcxxPeer) and served.broken and self._peers.get(served.descriptor.agent) is served:
+                del self._peers[served.descriptor.agent]
+            if served.gone:
+                self._delete(served)
             elif not moved and served.agent.arm():
                 self._awake.discard(served)
-        for fd, _ in self._events.poll(0 if self._awake else None):
+        self._sleep(0 if self._awake else None)
+
+    def _sleep(self, limit_s: float | None) -> None:
+        for fd, _ in self._events.poll(limit_s):
             if fd == self._wake:
                 os.eventfd_read(self._wake)
             elif (found := self._by_fd.get(fd)) is not None:
@@ -137,11 +145,11 @@ class UcxxDriver:
         self._events.register(served.agent.fd, select.EPOLLIN)
         self._awake.add(served)
 
-    def _unwatch(self, served: UcxxTarget | UcxxPeer) -> None:
-        """Before its worker goes, and its descriptor with it."""
-        if self._by_fd.pop(served.agent.fd, None) is not None:
-            self._events.unregister(served.agent.fd)
+    def _delete(self, served: UcxxTarget | UcxxPeer) -> None:
+        del self._by_fd[served.agent.fd]
+        self._events.unregister(served.agent.fd)  # before its worker goes, and its descriptor with it
         self._awake.discard(served)
+        served.agent.delete()
 
     # --- commands --------------------------------------------------------------------------------------------
 
@@ -177,8 +185,8 @@ class UcxxDriver:
     def revoke(self, writer: int, on_done: Callable[[Revoked | None], None]) -> None:
         target, generation = self._targets.pop(writer, None), self._accepted.pop(writer, None)
         if target is not None:
-            self._unwatch(target)
-            target.destroy()
+            target.revoke()
+            self._awake.add(target)
         # Here, on the thread that alone places bytes, nothing is left that would place one of that writer's.
         proof = None if generation is None else Revoked(writer, generation)
         self._deliver(lambda: on_done(proof))
@@ -234,7 +242,7 @@ class UcxxDriver:
         """An event wakes the thread, so it need not know."""
 
     def disconnect(self, peer: UcxxPeer, on_done: Callable[[], None]) -> None:
-        self._bury(peer, "disconnected")
+        self._leave(peer, "disconnected")
         self._deliver(on_done)
 
     def close(self) -> None:
@@ -244,16 +252,25 @@ class UcxxDriver:
         if not peer.broken:
             self._awake.add(peer)
 
-    def _bury(self, peer: UcxxPeer, why: str) -> None:
+    def _leave(self, peer: UcxxPeer, why: str) -> None:
         if not peer.broken:
-            self._unwatch(peer)
-            peer.destroy(why)
+            peer.leave(why)
             del self._peers[peer.descriptor.agent]
+            self._awake.add(peer)
 
     def _destroy_all(self) -> None:
+        """What is under way gets a moment to come to its end; from now on nothing reads or writes the regions."""
         for peer in list(self._peers.values()):
-            self._bury(peer, self._failure)
+            self._leave(peer, self._failure)
         for target in self._targets.values():
-            self._unwatch(target)
-            target.destroy()
+            target.revoke()
+        until_s = self._now_s() + _PARTING_S
+        while self._by_fd and self._now_s() < until_s:
+            for served in list(self._by_fd.values()):
+                served.serve()
+                if served.gone or (isinstance(served, UcxxTarget) and served.agent.idle and not served.busy):
+                    self._delete(served)
+            self._sleep(0.001)
+        for served in list(self._by_fd.values()):
+            self._delete(served)
         self._targets, self._context = {}, None

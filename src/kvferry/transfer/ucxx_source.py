@@ -1,8 +1,9 @@
 """A connected target of the `ucxx` backend: the agent that sends to it and nobody else, and its queue of work.
 
 The work is done strictly in order. A batch is gathered into memory of ours, announced and sent; it has ended when the
-target says that it is placed. So nothing but `serve` reads the regions, on the driver's thread, and nothing here times
-out: the end of a write to a target that stands still is its answer, its death, or `destroy`.
+target says that it is placed. So nothing but `serve` reads the regions, on the driver's thread, and after `leave`
+nothing does; what has been gathered may still be placed. Nothing here times out: the end of a write to a target that
+stands still is its answer, its death, or `leave`.
 """
 
 from __future__ import annotations
@@ -40,13 +41,22 @@ _log = logging.getLogger(__name__)
 class UcxxWrite(Write):
     def __init__(self, spans: Spans, on_end: Callable[[WriteResult], None], called_s: float) -> None:
         super().__init__(spans, on_end, called_s)
-        self.pieces: deque[Spans] | None = None  # not yet sent; None until the write's first turn
+        self.rest = spans  # what has not been cut into pieces yet
+        self.pieces: deque[Spans] = deque()  # not yet sent
         self.sent: deque[tuple[int, int]] = deque()  # (number, bytes) of what is not placed yet, oldest first
+
+    def cut(self, piece_bytes: int) -> None:
+        """Have the next pieces, if there are any. A part of the table at a time: it may be long. No piece has more spans
+        than that part, because what is cut out of a span's middle fills a piece by itself.
+        """
+        if not self.pieces and len(self.rest):
+            self.pieces.extend(split(self.rest[:PIECE_SPANS], piece_bytes))
+            self.rest = self.rest[PIECE_SPANS:]
 
 
 class UcxxPeer:
-    """`failure`: why it can't go on, which is for its owner to `destroy` it. `broken`: why it has been destroyed, for
-    good. A new connection is a new object.
+    """`broken` says why, once it is, and that is for good; a new connection is a new object. Serve it until it is
+    `gone`, which it is when nothing of it is under way: then its agent can be deleted.
     """
 
     def __init__(
@@ -66,8 +76,8 @@ class UcxxPeer:
         self._work: deque[UcxxWrite | bytes] = deque()
         self._buffers: list[tuple[Any, Bytes]] = []  # (the send that has it, or None; memory)
         self._number = 0
-        self.failure = ""
         self.broken = ""
+        self.gone = False
         agent.open_peer(metadata.address)
         self._say(Hello(agent.name, agent.address))
 
@@ -101,13 +111,13 @@ class UcxxPeer:
             self.agent.check()
             while (message := self.agent.message(ANSWER)) is not None:
                 moved = True
-                self._placed(message[1])
-            return self._worked() or moved
+                if not self.broken:
+                    self._placed(message[1])
+            moved |= self._worked()
         except (TransferError, self.agent.errors) as error:
-            why = f"{type(error).__name__}: {error}"
-        _log.warning("%s: peer %s is broken: %s", self.agent.name, self._descriptor.agent, why)
-        self.failure = why
-        return True
+            self.leave(f"{type(error).__name__}: {error}")
+        self.gone = bool(self.broken) and self.agent.idle
+        return moved
 
     def _worked(self) -> bool:
         if not self._work:
@@ -117,14 +127,14 @@ class UcxxPeer:
             self._say(Note(first))
             self._work.popleft()
             return True
-        if first.pieces is None:
-            first.pieces = deque(_bounded(first.spans, self._piece_bytes))
+        first.cut(self._piece_bytes)
         buffer = self._buffer() if first.pieces and not first.cancelled and len(first.sent) < PIECES else None
         if buffer is not None:
             self._send(first, first.pieces.popleft(), buffer)
-        if not first.sent and (first.cancelled or not first.pieces):
+        left = bool(first.pieces) or len(first.rest) > 0
+        if not first.sent and (first.cancelled or not left):
             self._work.popleft()
-            self._end(first, WriteOutcome.CANCELLED if first.pieces else WriteOutcome.FLUSHED)
+            self._end(first, WriteOutcome.CANCELLED if left else WriteOutcome.FLUSHED)
             return True
         return buffer is not None
 
@@ -160,12 +170,12 @@ class UcxxPeer:
     def _say(self, message: Hello | Batch | Note) -> None:
         self.agent.send_message(tag(CONTROL, self.agent.generation), encoder.encode(message))
 
-    def destroy(self, why: str) -> None:
-        """Delete the agent; then its writes are told. Their source is not read any more: only gathering does that."""
+    def leave(self, why: str) -> None:
+        """Nothing is read any more, and the writes are told so."""
         if self.broken:
             return
         self.broken = why
-        self.agent.delete()
+        _log.info("%s: no longer connected to %s: %s", self.agent.name, self._descriptor.agent, why)
         self._buffers.clear()
         while self._work:
             work = self._work.popleft()
@@ -174,12 +184,3 @@ class UcxxPeer:
 
     def _end(self, write: UcxxWrite, outcome: WriteOutcome, error: str = "") -> None:
         write.end(outcome, error, self._now_s(), self._deliver)
-
-
-def _bounded(spans: Spans, piece_bytes: int) -> list[Spans]:
-    """Batches of at most so many bytes and of at most `PIECE_SPANS` spans."""
-    return [
-        batch[first : first + PIECE_SPANS]
-        for batch in split(spans, piece_bytes)
-        for first in range(0, len(batch), PIECE_SPANS)
-    ]

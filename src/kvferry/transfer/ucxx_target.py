@@ -1,7 +1,7 @@
 """The receiving agent of the `ucxx` backend: what one writer sends is received aside, and put into its place here.
 
-Nothing but `serve`, on the driver's thread, writes into the regions; so once an agent is destroyed on that thread,
-nothing of its writer lands any more, whatever the writer does.
+Nothing but `serve`, on the driver's thread, writes into the regions; so after `revoke` on that thread nothing of the
+writer lands any more, whatever it does. What was under way still has to come, aside, before the agent can go.
 """
 
 from __future__ import annotations
@@ -33,11 +33,15 @@ from kvferry.transfer.ucxx_wire import (
     tag,
 )
 
+_REVOKED = "the receiving agent is revoked"
+
 _log = logging.getLogger(__name__)
 
 
 class UcxxTarget:
-    """One writer's way in. A `Hello` begins a session, and ends the one before: the writer has a new agent."""
+    """One writer's way in. A `Hello` begins a session, and ends the one before: the writer has a new agent. Serve it
+    until it is `gone`, which it is some time after `revoke`: then its agent can be deleted.
+    """
 
     def __init__(
         self,
@@ -54,7 +58,13 @@ class UcxxTarget:
         self._session: int | None = None  # the tag's generation of the agent that writes here now
         self._sender = ""
         self._coming: deque[tuple[int, Spans, Any, Bytes]] = deque()  # (number, spans, request, bytes), oldest first
+        self._revoked = self.gone = False
         self._free: list[Bytes] = []
+
+    @property
+    def busy(self) -> bool:
+        """A writer is there, and something of it is coming."""
+        return bool(self._coming)
 
     def serve(self) -> bool:
         """One turn. True when anything moved. A writer that fails or breaks the rules loses its session."""
@@ -70,7 +80,14 @@ class UcxxTarget:
         except (TransferError, self.agent.errors) as error:
             _log.info("%s: writer %s is gone: %s", self.agent.name, self._sender or f"{self._writer:016x}", error)
             self._end_session()
+        self.gone = self._revoked and self._session is None and self.agent.idle
         return moved
+
+    def revoke(self) -> None:
+        """Place nothing more, and say so to the writer, who then goes."""
+        self._revoked = True
+        if self._session is not None:
+            self._answer(Placed(0, _REVOKED))
 
     def _take(self, value: int, data: bytes) -> None:
         message = decode_to_target(data)
@@ -107,9 +124,10 @@ class UcxxTarget:
 
     def _place(self, number: int, spans: Spans, request: Any, buffer: Bytes) -> None:
         request.check_error()
-        self._memory.scatter(spans, buffer)
+        if not self._revoked:
+            self._memory.scatter(spans, buffer)
         self._free.append(buffer)
-        self._answer(Placed(number))
+        self._answer(Placed(number, _REVOKED if self._revoked else ""))
 
     def _answer(self, placed: Placed) -> None:
         assert self._session is not None
@@ -120,7 +138,3 @@ class UcxxTarget:
         self._session, self._sender = None, ""
         self._coming.clear()
         self.agent.close_peer()
-
-    def destroy(self) -> None:
-        self._coming.clear()
-        self.agent.delete()
