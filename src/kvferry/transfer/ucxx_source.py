@@ -46,8 +46,8 @@ class UcxxWrite(Write):
         self.sent: deque[tuple[int, int]] = deque()  # (number, bytes) of what is not placed yet, oldest first
 
     def cut(self, piece_bytes: int) -> None:
-        """Have the next pieces, if there are any. A part of the table at a time: it may be long. No piece has more spans
-        than that part, because what is cut out of a span's middle fills a piece by itself.
+        """Have the next pieces, if there are any. A part of the table at a time: it may be long. No piece has more
+        spans than that part, because what is cut out of a span's middle fills a piece by itself.
         """
         if not self.pieces and len(self.rest):
             self.pieces.extend(split(self.rest[:PIECE_SPANS], piece_bytes))
