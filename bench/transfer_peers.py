@@ -125,7 +125,7 @@ class NixlDefault(Nixl):
 class Ucxx(Ends):
     """Its low-level API, driven by us. Without error handling: with it, UCX gives tag messages nothing but tcp."""
 
-    options: ClassVar[dict[str, str]] = {"TLS": "cma,tcp,self", "NET_DEVICES": "lo", "RNDV_THRESH": "32768"}
+    options: ClassVar[dict[str, str]] = {"TLS": "sm,tcp,self", "NET_DEVICES": "lo", "RNDV_THRESH": "32768"}
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,8 @@ class Ucxx(Ends):
 
     def wait(self, request: Any) -> None:
         while not request.completed:
-            self.worker.progress_once()
+            if not self.worker.progress_once():
+                os.sched_yield()  # the other end may need this core
         request.check_error()
 
     async def send(self, work: Work) -> None:
