@@ -125,7 +125,7 @@ class NixlDefault(Nixl):
 class Ucxx(Ends):
     """Its low-level API, driven by us. Without error handling: with it, UCX gives tag messages nothing but tcp."""
 
-    options: ClassVar[dict[str, str]] = {"TLS": "sm,tcp,self", "NET_DEVICES": "lo", "RNDV_THRESH": "32768"}
+    options: ClassVar[dict[str, str]] = {"TLS": "cma,tcp,self", "NET_DEVICES": "lo", "RNDV_THRESH": "32768"}
 
     def __init__(self) -> None:
         super().__init__()

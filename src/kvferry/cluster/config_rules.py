@@ -120,7 +120,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "router.policy": ("predicted", "power_of_two", "round_robin", "random"),
     "router.dp_choice": ("follow_bootstrap_room", "load"),
     "transfer.policy": (EARLY, PREFILL_COMPLETE),
-    "transfer.backend": ("auto", "local", "ucx"),
+    "transfer.backend": ("auto", "local", "ucx", "ucxx"),
     "links.carrier": ("zmq", "ray"),
     "model.dtype": ("float32", "bfloat16", "float16"),
     "cluster.ingress": ("serve", "haproxy"),
