@@ -175,13 +175,17 @@ def _single(config: Config) -> Iterator[Complaint]:
 
 
 def _wire(config: Config) -> Iterator[Complaint]:
-    value = config.transfer.ib_device
+    value, ucxx = config.transfer.ib_device, config.transfer.backend == "ucxx"
+    if ucxx and config.transfer.transports not in ("host", "tcp"):
+        yield "transfer.transports", config.transfer.transports, "host or tcp, where transfer.backend is ucxx"
     if value is None:
         return
     if wrong := check_form(value):
         yield "transfer.ib_device", value, wrong
     elif config.transfer.one_host:
         yield "transfer.ib_device", value, "null, where transfer.transports is host: nothing goes by a network device"
+    elif ucxx:
+        yield "transfer.ib_device", value, "null, where transfer.backend is ucxx: it takes the one that has our address"
 
 
 def _chunk(config: Config) -> Iterator[Complaint]:
