@@ -30,7 +30,7 @@ BACKEND = "ucxx"
 #: nothing of it lands. A dead writer's batches may still wait in our worker, so that its end alone is no proof.
 PROOFS = Proofs(drained=True, exited=False, revoked=True)
 
-#: Of UCX. A message is sent without asking, in large segments: the receiver has been told of it and has memory for it.
+#: Of UCX. From 16 KB on a message waits at its sender until it is received, and then comes in large segments.
 _OPTIONS = {
     "TLS": "tcp",
     "RNDV_THRESH": "16K",
@@ -42,6 +42,7 @@ TRANSPORTS = ("host", "tcp")
 
 #: Steps of a worker in one turn: the others shall have theirs.
 _STEPS = 64
+_WHOLE_TAG = 2**64 - 1
 #: What UCXX may take to close.
 _CLOSE_NS = 10**9
 
@@ -129,8 +130,16 @@ class UcxxAgent:
         self.send(value, np.frombuffer(data, np.uint8).copy())
 
     def receive(self, value: int, data: Bytes) -> Any:
-        """A request; `data` is nobody else's until it has completed."""
-        request = self._worker.tag_recv(self._array(data), self._api.UCXXTag(value))
+        """A request for the message of exactly that tag, which has begun to come; None while there is none. `data` is
+        nobody else's until it has completed. It is not asked for earlier, since a request whose message is never sent,
+        because its sender has died, never completes. Raises TransferError when its length is another.
+        """
+        found = self._worker.tag_probe(self._api.UCXXTag(value), self._api.UCXXTagMask(_WHOLE_TAG), True)
+        if not found.matched:
+            return None
+        if found.length != len(data):
+            raise TransferError(f"{self.name}: a message of {found.length} bytes; {len(data)} were announced")
+        request = self._worker.tag_recv_with_handle(self._array(data), found)
         self._held.append((request, data))
         return request
 

@@ -57,6 +57,7 @@ class UcxxTarget:
         self._regions, self._piece_bytes, self._memory, self._on_note = regions, piece_bytes, memory, on_note
         self._session: int | None = None  # the tag's generation of the agent that writes here now
         self._sender = ""
+        self._announced: deque[tuple[int, Spans]] = deque()  # (number, spans) of what has not come yet, oldest first
         self._coming: deque[tuple[int, Spans, Any, Bytes]] = deque()  # (number, spans, request, bytes), oldest first
         self._revoked = self.gone = False
         self._free: list[Bytes] = []
@@ -74,6 +75,9 @@ class UcxxTarget:
             while (message := self.agent.message(CONTROL)) is not None:
                 moved = True
                 self._take(*message)
+            while self._announced and self._receive(*self._announced[0]):
+                moved = True
+                self._announced.popleft()
             while self._coming and self._coming[0][2].completed:
                 moved = True
                 self._place(*self._coming.popleft())
@@ -95,7 +99,7 @@ class UcxxTarget:
             self._begin_session(generation_of(value), message)
         elif generation_of(value) == self._session:  # else it is from a session that is over
             if isinstance(message, Batch):
-                self._receive(message)
+                self._announce(message)
             else:
                 self._on_note(self._sender, message.payload)
 
@@ -106,21 +110,31 @@ class UcxxTarget:
         self.agent.open_peer(hello.address)
         self._session, self._sender = generation, hello.agent
 
-    def _receive(self, batch: Batch) -> None:
+    def _announce(self, batch: Batch) -> None:
         assert self._session is not None
         try:
             spans = spans_of(batch)
             check_side(spans, self._regions, "target")
             size_bytes = total_bytes(spans)
-            if size_bytes > self._piece_bytes or len(self._coming) >= PIECES:
+            others = len(self._announced) + len(self._coming)
+            if size_bytes > self._piece_bytes or others >= PIECES:
                 limit = f"at most {PIECES} of {self._piece_bytes} bytes"
-                raise TransferError(f"batch {batch.number}: {size_bytes} bytes beside {len(self._coming)}; {limit}")
+                raise TransferError(f"batch {batch.number}: {size_bytes} bytes beside {others}; {limit}")
         except TransferError as error:
             self._answer(Placed(batch.number, str(error)))
             raise
+        self._announced.append((batch.number, spans))
+
+    def _receive(self, number: int, spans: Spans) -> bool:
+        """Whether its bytes have come, or are coming now."""
+        assert self._session is not None
         buffer = self._free.pop() if self._free else np.empty(self._piece_bytes, np.uint8)
-        request = self.agent.receive(tag(DATA, self._session, batch.number), buffer[:size_bytes])
-        self._coming.append((batch.number, spans, request, buffer))
+        request = self.agent.receive(tag(DATA, self._session, number), buffer[: total_bytes(spans)])
+        if request is None:
+            self._free.append(buffer)
+            return False
+        self._coming.append((number, spans, request, buffer))
+        return True
 
     def _place(self, number: int, spans: Spans, request: Any, buffer: Bytes) -> None:
         request.check_error()
@@ -136,5 +150,6 @@ class UcxxTarget:
     def _end_session(self) -> None:
         """What is still coming goes nowhere: its memory is the agent's until it has come."""
         self._session, self._sender = None, ""
+        self._announced.clear()
         self._coming.clear()
         self.agent.close_peer()
