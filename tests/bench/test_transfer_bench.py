@@ -34,17 +34,17 @@ def test_pages_that_lie_elsewhere_or_are_of_another_round_have_another_digest() 
 
 def test_ratios_are_of_the_same_round_and_peers_are_who_is_neither_ours_nor_a_limit() -> None:
     runs = Runs([], 3)
-    runs.paths = {"NIXL": "host", "UCXX": "host", "NIXL tcp": "tcp", "Mooncake": "tcp"}
+    runs.paths = {"NIXL": "host", "UCXX": "host", "NIXL tcp": "tcp", "Mooncake": "tcp", "UCXX tcp": "tcp"}
     runs.rates[16, True] = {
         "local": [8.0, 2.0, 6.0], "memmove": [4.0, 2.0, 4.0], "ucx": [3.0, 1.0, 3.0], "ucx tcp": [1.0, 1.0, 1.0],
         "raw socket": [2.0, 2.0, 2.0], "NIXL": [2.0, 1.0, 2.0], "UCXX": [4.0, 4.0, 4.0], "NIXL tcp": [0.5, 0.5, 0.5],
-        "Mooncake": [0.25, 0.25, 0.25],
+        "Mooncake": [0.25, 0.25, 0.25], "ucxx": [0.5, 0.25, 0.75], "UCXX tcp": [0.25, 0.25, 0.25],
     }  # fmt: skip
     assert ratio(runs.rates[16, True], "local", "memmove") == 1.5, "the median of 2, 1 and 1.5"
     assert figures(runs) == {
         "local_scattered_vs_memmove": 1.5, "local_scattered_vs_best_peer": 1.5, "ucx_scattered_vs_nixl_api": 1.5,
         "tcp_scattered_vs_best_peer": 2.0, "tcp_scattered_vs_raw_socket": 0.5, "best_peer": "UCXX",
-        "best_tcp_peer": "NIXL tcp",
+        "best_tcp_peer": "NIXL tcp", "ucxx_scattered_vs_ucxx_api": 2.0,
     }  # fmt: skip
     runs.out["UCXX"] = "it ended"
     assert figures(runs)["best_peer"] == "NIXL"

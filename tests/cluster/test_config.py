@@ -89,7 +89,7 @@ def test_the_message_has_path_value_and_what_is_allowed(tmp_path: Path) -> None:
         ({"decode": {"tp": 0}}, "decode.tp", 0, ["at least 1 and at most 64"]),
         ({"prefill": {"pp": 65}}, "prefill.pp", 65, ["at least 1 and at most 64"]),
         ({"prefill": {"tp": 3, "pp": 2}, "cluster": {"slots": 6}}, "cluster.slots", 6, ["0, or at least the 7 ranks"]),
-        ({"transfer": {"backend": "mooncake"}}, "transfer.backend", "mooncake", ["ucx (in this version)"]),
+        ({"transfer": {"backend": "mooncake"}}, "transfer.backend", "mooncake", ["ucxx (in this version)"]),
         ({"model": {"dtype": "int3"}}, "model.dtype", "int3", ["float32"]),
         ({"prefill": {"chunk_tokens": 250}}, "prefill.chunk_tokens", 250, ["a multiple of model.page_size (16)"]),
         ({"prefill": {"batch_tokens": 128}}, "prefill.chunk_tokens", 256, ["at most prefill.batch_tokens (128)"]),

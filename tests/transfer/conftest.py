@@ -18,6 +18,7 @@ from kvferry.transfer.local import LocalEndpoint
 from kvferry.transfer.shared import Area
 from kvferry.transfer.staging.endpoint import StagingEndpoint, StagingSizes
 from kvferry.transfer.ucx import UcxEndpoint
+from kvferry.transfer.ucxx import UcxxEndpoint
 
 LAYERS, PAGES, PAGE_BYTES, ROW_BYTES = 3, 80, 4096, 64
 
@@ -153,12 +154,13 @@ def sockets():
 
 
 def endpoint_of(kind, memory, incarnation, on_notify, **options):
-    """A real endpoint: "local", "ucx-host" or "ucx-tcp"."""
+    """A real endpoint: "local", "ucx-host", "ucx-tcp", "ucxx-host" or "ucxx-tcp"."""
     options |= {"regions": memory.regions, "incarnation": incarnation, "on_notify": on_notify, "now_s": time.monotonic}
     options |= {"loop": asyncio.get_running_loop()}
     if kind == "local":
         return LocalEndpoint(areas=memory.areas, **options)
-    return UcxEndpoint(transports=kind.removeprefix("ucx-"), **options)
+    backend, _, transports = kind.partition("-")
+    return {"ucx": UcxEndpoint, "ucxx": UcxxEndpoint}[backend](transports=transports, **options)
 
 
 #: Small enough for several pieces of the little memory above; staging always pays.

@@ -135,3 +135,26 @@ async def test_auto_serves_a_pair_of_one_host_and_one_of_two_at_the_same_time(to
         await near.connect(msgspec.structs.replace(ways[0], backend="fake"))
     for endpoint in (near, far, target):
         await endpoint.close()
+
+
+@pytest.mark.parametrize("transports", ["host", "tcp"])
+async def test_ucxx_is_tried_and_says_what_it_took_and_what_proves_its_end(tools, no_survivors, transports):
+    settings = TransferSettings(backend="ucxx", transports=transports, batch_bytes=256 * 1024)
+    memories, notes = [tools.Memory(seed=1), tools.Memory()], []
+    source, target = [
+        make(settings, tools, incarnation=number, memory=memory, on_notify=lambda agent, note: notes.append(note))
+        for number, memory in enumerate(memories, 1)
+    ]
+    descriptor = await target.accept(1, "here")
+    assert descriptor.backend == "ucxx" and descriptor.at == "127.0.0.1"
+    assert (descriptor.proofs.drained, descriptor.proofs.exited, descriptor.proofs.revoked) == (True, False, True)
+    peer, outcome = await source.connect(descriptor), tools.Outcome()
+    source.write(peer, make_spans(1, 1, np.array([0, 8192]), np.array([0, 8192]), [4096, 64]), outcome)
+    result = await outcome
+    assert (result.outcome, result.size_bytes, result.descriptors) == (WriteOutcome.FLUSHED, 4160, 2)
+    assert result.wait_s is not None and result.wire_s is not None
+    source.notify(peer, b"all")
+    await tools.soon(lambda: notes == [b"all"] and (target.passed, target.failed) == (1, 0))
+    assert np.array_equal(memories[1].arrays[1][:4096], memories[0].arrays[1][:4096])
+    for endpoint in (source, target):
+        await endpoint.close()

@@ -8,7 +8,8 @@ from kvferry.transfer.page_plan import page_blocks
 from kvferry.transfer.plan import pair, plan_pages, plan_row
 from kvferry.transfer.spans import make_spans, no_spans
 
-KINDS = ["fake", "faulty", "ucx-host", "ucx-tcp", "local", "staging-fake", "staging-ucx-host", "staging-ucx-tcp"]
+KINDS = ["fake", "faulty", "ucx-host", "ucx-tcp", "ucxx-host", "local"]
+KINDS += ["staging-fake", "staging-ucx-host", "staging-ucx-tcp"]
 ROUND = 4 * 1024 * 1024
 
 
@@ -216,16 +217,19 @@ async def test_what_is_not_a_descriptor_is_refused():
 
 async def test_proofs_are_those_of_the_transport(make_site, tools):
     proofs = {}
-    for number, kind in enumerate(("ucx-host", "ucx-tcp", "local", "staging-ucx-host", "staging-ucx-tcp")):
+    kinds = ("ucx-host", "ucx-tcp", "ucxx-host", "ucxx-tcp", "local", "staging-ucx-host", "staging-ucx-tcp")
+    for number, kind in enumerate(kinds):
         of = (await (await make_site(kind, number, tools.Memory())).endpoint.accept(9)).proofs
         proofs[kind] = (of.drained, of.exited, of.revoked)
-    host, tcp = (True, True, False), (True, False, True)
+    host, by_the_target = (True, True, False), (True, False, True)
     assert proofs == {
         "ucx-host": host,
-        "ucx-tcp": tcp,
+        "ucx-tcp": by_the_target,
+        "ucxx-host": by_the_target,
+        "ucxx-tcp": by_the_target,
         "local": host,
         "staging-ucx-host": host,
-        "staging-ucx-tcp": tcp,
+        "staging-ucx-tcp": by_the_target,
     }
 
 

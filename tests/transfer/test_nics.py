@@ -67,6 +67,15 @@ def test_the_configuration_takes_it_only_where_there_is_a_wire():
     assert load(None, {"transfer.ib_device": "lo", "transfer.transports": "tcp"}).transfer.ib_device == "lo"
     with pytest.raises(ConfigError, match=r"transfer\.ib_device.*null, where transfer\.transports is host"):
         load(None, {"transfer.ib_device": "lo"})
+    ucxx = {"transfer.backend": "ucxx", "transfer.transports": "tcp"}
+    with pytest.raises(ConfigError, match=r"transfer\.ib_device.*null, where transfer\.backend is ucxx"):
+        load(None, ucxx | {"transfer.ib_device": "lo"})
+    assert load(None, ucxx).transfer.one_host is False
+    assert load(None, ucxx | {"transfer.transports": "host"}).transfer.one_host is True, "its loopback device"
+    with pytest.raises(
+        ConfigError, match=r"transfer\.transports: 'rc_x'.*host or tcp, where transfer\.backend is ucxx"
+    ):
+        load(None, ucxx | {"transfer.transports": "rc_x"})
 
 
 def test_the_loopback_device_is_one_of_this_hosts():

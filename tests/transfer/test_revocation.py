@@ -80,7 +80,7 @@ async def changes(array, tools):
     await tools.soon(lambda: array.any())
 
 
-@pytest.fixture(params=["ucx-host", "ucx-tcp", "local"])
+@pytest.fixture(params=["ucx-host", "ucx-tcp", "ucxx-host", "local"])
 async def under_attack(request, make_site, start_writer, tools):
     """(target, writer, memory): a stopped writer in mid-write, and the memory that it writes to."""
     target = await make_site(request.param, 0xB, tools.Memory())
@@ -95,8 +95,8 @@ async def under_attack(request, make_site, start_writer, tools):
     return target, writer, memory
 
 
-@pytest.mark.parametrize("under_attack", ["ucx-tcp"], indirect=True)
-async def test_nothing_lands_after_the_writers_agent_is_revoked(under_attack, make_site, tools):
+@pytest.mark.parametrize("under_attack", ["ucx-tcp", "ucxx-host"], indirect=True)
+async def test_nothing_lands_after_the_writers_agent_is_revoked(under_attack, make_site, request, tools):
     """A writer that was stopped in mid-write and continues: its pages are somebody else's by then."""
     target, writer, memory = under_attack
     proof = await target.endpoint.revoke(WRITER)
@@ -107,7 +107,7 @@ async def test_nothing_lands_after_the_writers_agent_is_revoked(under_attack, ma
     assert await writer.says() == "broken"
     assert await keeps(memory, 0.5)
     # The target is healthy: it serves another writer, and the same one through a new agent.
-    other = await make_site("ucx-tcp", 0xC, tools.Memory(seed=9))
+    other = await make_site(request.node.callspec.params["under_attack"], 0xC, tools.Memory(seed=9))
     outcome = tools.Outcome()
     peer = await other.endpoint.connect(await target.endpoint.accept(0xC))
     other.endpoint.write(peer, make_spans(1, 1, 0, 0, [4096]), outcome)
@@ -130,7 +130,7 @@ async def test_on_one_host_a_stopped_writer_copies_on_when_it_continues(under_at
     assert await writer.says() == "broken"
 
 
-@pytest.mark.parametrize("under_attack", ["ucx-tcp"], indirect=True)
+@pytest.mark.parametrize("under_attack", ["ucx-tcp", "ucxx-host"], indirect=True)
 async def test_what_a_dead_writer_left_in_the_socket_goes_with_the_agent(under_attack):
     target, writer, memory = under_attack
     target.endpoint.expect(-1)  # it looks rarely, so there is something left

@@ -120,7 +120,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "router.policy": ("predicted", "power_of_two", "round_robin", "random"),
     "router.dp_choice": ("follow_bootstrap_room", "load"),
     "transfer.policy": (EARLY, PREFILL_COMPLETE),
-    "transfer.backend": ("auto", "local", "ucx"),
+    "transfer.backend": ("auto", "local", "ucx", "ucxx"),
     "links.carrier": ("zmq", "ray"),
     "model.dtype": ("float32", "bfloat16", "float16"),
     "cluster.ingress": ("serve", "haproxy"),
@@ -175,13 +175,17 @@ def _single(config: Config) -> Iterator[Complaint]:
 
 
 def _wire(config: Config) -> Iterator[Complaint]:
-    value = config.transfer.ib_device
+    value, ucxx = config.transfer.ib_device, config.transfer.backend == "ucxx"
+    if ucxx and config.transfer.transports not in ("host", "tcp"):
+        yield "transfer.transports", config.transfer.transports, "host or tcp, where transfer.backend is ucxx"
     if value is None:
         return
     if wrong := check_form(value):
         yield "transfer.ib_device", value, wrong
     elif config.transfer.one_host:
         yield "transfer.ib_device", value, "null, where transfer.transports is host: nothing goes by a network device"
+    elif ucxx:
+        yield "transfer.ib_device", value, "null, where transfer.backend is ucxx: it takes the one that has our address"
 
 
 def _chunk(config: Config) -> Iterator[Complaint]:

@@ -20,6 +20,8 @@ from kvferry.transfer.several import Choice, Choose, Several
 from kvferry.transfer.shared import Area
 from kvferry.transfer.ucx import UcxEndpoint
 from kvferry.transfer.ucx_agent import BACKEND as UCX
+from kvferry.transfer.ucxx import UcxxEndpoint
+from kvferry.transfer.ucxx_agent import BACKEND as UCXX
 
 _log = logging.getLogger(__name__)
 
@@ -82,6 +84,20 @@ def _ucx(settings: _Settings, site: Site) -> Endpoint:
     )
 
 
+def _ucxx(settings: _Settings, site: Site) -> Endpoint:
+    return UcxxEndpoint(
+        regions=site.regions,
+        incarnation=site.incarnation,
+        on_notify=site.on_notify,
+        loop=site.loop,
+        now_s=site.now_s,
+        transports=settings.transports,
+        host=site.host,
+        batch_bytes=settings.batch_bytes,
+        max_agents=settings.max_agents,
+    )
+
+
 def _local(settings: _Settings, site: Site) -> Endpoint:
     return LocalEndpoint(
         regions=site.regions,
@@ -132,7 +148,7 @@ def chooser(kernel: str, transports: str, refused: str) -> Choose:
 Make = Callable[[_Settings, Site], Endpoint]
 
 #: Name in the configuration -> how its endpoint is made.
-BACKENDS: dict[str, Make] = {AUTO: _auto, LOCAL: _local, UCX: _ucx}
+BACKENDS: dict[str, Make] = {AUTO: _auto, LOCAL: _local, UCX: _ucx, UCXX: _ucxx}
 
 
 def make_endpoint(settings: _Settings, site: Site, *, sleep: Callable[[float], Awaitable[None]]) -> Endpoint:

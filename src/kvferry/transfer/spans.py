@@ -45,20 +45,25 @@ def check_spans(spans: Spans, source: Sequence[Region], target: Sequence[Region]
     bad = np.flatnonzero(spans["length"] <= 0)
     if bad.size:
         raise TransferError(f"span {bad[0]}: length {spans['length'][bad[0]]} bytes; the least is 1")
-    for side, regions in (("source", source), ("target", target)):
-        index, offset = spans[f"{side}_region"], spans[f"{side}_offset"]
-        bad = np.flatnonzero((index < 0) | (index >= len(regions)))
-        if bad.size:
-            raise TransferError(f"span {bad[0]}: {side} region {index[bad[0]]}; there are {len(regions)}")
-        size = region_bytes(regions)[index]
-        # `offset > size - length` and not `offset + length > size`: the sum could overflow.
-        bad = np.flatnonzero((offset < 0) | (offset > size - spans["length"]))
-        if bad.size:
-            at = bad[0]
-            raise TransferError(
-                f"span {at}: {side} region {index[at]} has {size[at]} bytes; "
-                f"offset {offset[at]} with length {spans['length'][at]} lies outside"
-            )
+    check_side(spans, source, "source")
+    check_side(spans, target, "target")
+
+
+def check_side(spans: Spans, regions: Sequence[Region], side: str) -> None:
+    """Raises TransferError naming the first span that lies outside a region of that side ("source" or "target")."""
+    index, offset = spans[f"{side}_region"], spans[f"{side}_offset"]
+    bad = np.flatnonzero((index < 0) | (index >= len(regions)))
+    if bad.size:
+        raise TransferError(f"span {bad[0]}: {side} region {index[bad[0]]}; there are {len(regions)}")
+    size = region_bytes(regions)[index]
+    # `offset > size - length` and not `offset + length > size`: the sum could overflow.
+    bad = np.flatnonzero((offset < 0) | (offset > size - spans["length"]))
+    if bad.size:
+        at = bad[0]
+        raise TransferError(
+            f"span {at}: {side} region {index[at]} has {size[at]} bytes; "
+            f"offset {offset[at]} with length {spans['length'][at]} lies outside"
+        )
 
 
 def region_bytes(regions: Sequence[Region]) -> NDArray[np.int64]:

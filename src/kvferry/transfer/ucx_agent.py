@@ -23,6 +23,7 @@ import numpy as np
 from kvferry.transfer.contract import Descriptor, Proofs, Region, TransferError
 from kvferry.transfer.devices import device_of
 from kvferry.transfer.spans import region_bytes
+from kvferry.transfer.threaded import agent_name
 
 BACKEND = "ucx"
 
@@ -69,11 +70,6 @@ def nixl_errors() -> tuple[type[Exception], ...]:
     """NIXL's exceptions, which have no base class of their own."""
     bindings = vars(importlib.import_module("nixl_cu12._bindings"))
     return tuple(kind for kind in bindings.values() if isinstance(kind, type) and issubclass(kind, Exception))
-
-
-def agent_name(incarnation: int, generation: int) -> str:
-    """A replaced process has another name, so nothing that is meant for one ever reaches the other."""
-    return f"kvferry-{incarnation:016x}-{generation}"
 
 
 #: A new agent first connects to itself. One that has a peer before that is done needs the peer's help for its writes

@@ -15,6 +15,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 
 from kvferry.transfer.contract import Descriptor, OnNotify, Proofs, Region, Revoked, TransferError
+from kvferry.transfer.threaded import Deliver
 from kvferry.transfer.ucx_agent import BACKEND, Agent, add_peer, describe, transport
 from kvferry.transfer.ucx_peer import UcxPeer, UcxWrite
 
@@ -44,7 +45,7 @@ class Driver:
         regions: tuple[Region, ...],
         on_notify: OnNotify,
         now_s: Callable[[], float],
-        deliver: Callable[[Callable[[], None]], None],
+        deliver: Deliver,
     ) -> None:
         self.commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._incarnation, self._name = incarnation, f"kvferry-{incarnation:016x}"
@@ -64,6 +65,9 @@ class Driver:
         self._parting = 0
         self._closing = False
         self._failure = ""
+
+    def put(self, command: Callable[[], None]) -> None:
+        self.commands.put(command)
 
     # --- the thread ------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from kvferry.transfer.contract import Descriptor, Region, Spans, WriteOutcome, WriteResult
 from kvferry.transfer.spans import addresses, split, total_bytes
+from kvferry.transfer.threaded import Deliver, Write
 from kvferry.transfer.ucx_agent import Agent, describe, nixl_errors
 
 #: Handles under way at a time, each with its share of `batch_bytes`, where the target takes part: while it works on
@@ -31,19 +32,11 @@ _LAST_TURNS = 16
 _log = logging.getLogger(__name__)
 
 
-class UcxWrite:
-    """One write. `result` is written on the endpoint's loop, everything else on the driver's thread."""
-
+class UcxWrite(Write):
     def __init__(self, spans: Spans, on_end: Callable[[WriteResult], None], called_s: float) -> None:
-        self.result: WriteResult | None = None
-        self.spans = spans
-        self.on_end = on_end
+        super().__init__(spans, on_end, called_s)
         self.pieces: deque[Spans] | None = None  # not yet posted; None until the write's first turn
         self.posted: deque[tuple[Any, int]] = deque()  # (handle, bytes), oldest first
-        self.flushed_bytes = self.descriptors = 0
-        self.called_s = called_s
-        self.first_post_s: float | None = None
-        self.cancelled = False
 
 
 class UcxPeer:
@@ -58,7 +51,7 @@ class UcxPeer:
         regions: tuple[Region, ...],
         batch_bytes: int,
         now_s: Callable[[], float],
-        deliver: Callable[[Callable[[], None]], None],
+        deliver: Deliver,
         waits: bool,
     ) -> None:
         self._descriptor, self._agent, self._regions = descriptor, agent, regions
@@ -214,16 +207,7 @@ class UcxPeer:
         return moved
 
     def _end(self, write: UcxWrite, outcome: WriteOutcome, error: str = "") -> None:
-        first_s, posted = write.first_post_s, write.descriptors or None
-        wire_s = None if first_s is None else self._now_s() - first_s
-        wait_s = None if first_s is None else first_s - write.called_s
-        result = WriteResult(outcome, write.flushed_bytes, wire_s, error, wait_s, posted)
-
-        def ended() -> None:
-            write.result = result
-            write.on_end(result)
-
-        self._deliver(ended)
+        write.end(outcome, error, self._now_s(), self._deliver)
 
     def _release(self, handle: Any) -> None:
         try:

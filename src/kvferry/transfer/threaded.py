@@ -1,0 +1,235 @@
+"""The loop's side of a backend whose work is done by a thread of its own: it checks what it is given, hands commands to
+that thread, and delivers what returns. What the thread does is the backend's `Driver`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from threading import Thread
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from kvferry.transfer.contract import (
+    Descriptor,
+    Peer,
+    Region,
+    Revoked,
+    Spans,
+    TransferError,
+    WriteHandle,
+    WriteOutcome,
+    WriteResult,
+)
+from kvferry.transfer.spans import check_spans
+from kvferry.transfer.work import Work, spans_in
+
+T = TypeVar("T")
+
+#: Runs a call on the endpoint's loop; called on the driver's thread.
+Deliver = Callable[[Callable[[], None]], None]
+
+_log = logging.getLogger(__name__)
+
+
+def agent_name(incarnation: int, generation: int) -> str:
+    """A replaced process has another name, so nothing that is meant for one ever reaches the other."""
+    return f"kvferry-{incarnation:016x}-{generation}"
+
+
+class Write:
+    """One write. `result` is set on the endpoint's loop, everything else belongs to the driver's thread."""
+
+    def __init__(self, spans: Spans, on_end: Callable[[WriteResult], None], called_s: float) -> None:
+        self.result: WriteResult | None = None
+        self.spans = spans
+        self.on_end = on_end
+        self.flushed_bytes = self.descriptors = 0
+        self.called_s = called_s
+        self.first_post_s: float | None = None
+        self.cancelled = False
+
+    def end(self, outcome: WriteOutcome, error: str, now_s: float, deliver: Deliver) -> None:
+        """Tell the owner, on the loop. The driver calls it once for each write."""
+        first_s, posted = self.first_post_s, self.descriptors or None
+        wire_s = None if first_s is None else now_s - first_s
+        wait_s = None if first_s is None else first_s - self.called_s
+        result = WriteResult(outcome, self.flushed_bytes, wire_s, error, wait_s, posted)
+
+        def ended() -> None:
+            self.result = result
+            self.on_end(result)
+
+        deliver(ended)
+
+
+P = TypeVar("P", bound=Peer)
+W = TypeVar("W", bound=Write)
+W_contra = TypeVar("W_contra", bound=Write, contravariant=True)
+
+
+class Driver(Protocol[P, W_contra]):
+    """What the thread runs. Everything but `run` and `put` is called on it, as a command; answers go to `on_done`."""
+
+    def put(self, command: Callable[[], None]) -> None:
+        """From any thread: have `command` called soon on the driver's."""
+
+    def run(self, on_ready: Callable[[TransferError | None], None]) -> None:
+        """The thread's whole life. `on_ready`, called here, gets None, or why there can be no agent. After `close` it
+        destroys all agents, ends every write, takes the commands that are left, and returns.
+        """
+
+    def accept(self, writer: int, on_done: Callable[[Descriptor | TransferError], None]) -> None: ...
+    def revoke(self, writer: int, on_done: Callable[[Revoked | None], None]) -> None: ...
+    def connect(self, descriptor: Descriptor, on_done: Callable[[P | TransferError], None]) -> None: ...
+    def write(self, peer: P, write: W_contra) -> None: ...
+    def notify(self, peer: P, payload: bytes) -> None: ...
+    def cancel(self, write: W_contra) -> None: ...
+    def expect(self, change: int) -> None: ...
+    def disconnect(self, peer: P, on_done: Callable[[], None]) -> None: ...
+    def close(self) -> None: ...
+
+
+class ThreadedEndpoint(Generic[P, W]):
+    """`Endpoint` in front of a `Driver`. A subclass names the classes that its driver works with.
+
+    Construction waits until the driver is ready: do it in a thread if the loop has other work by then. Raises
+    TransferError when the driver has no agent. The regions' memory must stay mapped until `close` has returned.
+    """
+
+    _backend: ClassVar[str]
+    _peers: ClassVar[type[Any]]
+    _writes: ClassVar[type[Any]]
+
+    def __init__(
+        self,
+        *,
+        regions: tuple[Region, ...],
+        incarnation: int,
+        loop: asyncio.AbstractEventLoop,
+        now_s: Callable[[], float],
+        make_driver: Callable[[Deliver], Driver[P, W]],
+    ) -> None:
+        self._regions, self._incarnation = regions, incarnation
+        self._name = f"kvferry-{incarnation:016x}"
+        self._loop, self._now_s = loop, now_s
+        self._closed = False
+        self._driver = make_driver(self._deliver)
+        self._ready: Future[None] = Future()
+        self._finished: asyncio.Future[None] = loop.create_future()
+        # A daemon, so that a process that ends without `close` is not held up by it.
+        self._thread = Thread(target=self._run, name=self._name, daemon=True)
+        self._thread.start()
+        try:
+            self._ready.result()
+        except TransferError:
+            self._closed = True
+            self._driver.put(self._driver.close)
+            self._thread.join()
+            raise
+
+    @property
+    def backend(self) -> str:
+        return self._backend
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        return self._regions
+
+    async def accept(self, writer: int, host: str = "") -> Descriptor:
+        self._check_open()
+        accepted: asyncio.Future[Descriptor] = self._loop.create_future()
+        self._command(partial(self._driver.accept, writer, partial(_settle, accepted)))
+        return await accepted
+
+    async def revoke(self, writer: int) -> Revoked | None:
+        self._check_open()
+        revoked: asyncio.Future[Revoked | None] = self._loop.create_future()
+        self._command(partial(self._driver.revoke, writer, partial(_settle, revoked)))
+        return await revoked
+
+    async def connect(self, descriptor: Descriptor) -> Peer:
+        self._check_open()
+        if descriptor.backend != self._backend:
+            raise TransferError(f"{descriptor.agent}: backend is {descriptor.backend!r} there, {self._backend!r} here")
+        if descriptor.agent != agent_name(descriptor.incarnation, descriptor.generation):
+            raise TransferError(
+                f"agent {descriptor.agent!r} does not belong to incarnation {descriptor.incarnation:016x}, "
+                f"generation {descriptor.generation}"
+            )
+        if descriptor.incarnation == self._incarnation:
+            raise TransferError(f"{self._name}: can't connect to itself")
+        connected: asyncio.Future[P] = self._loop.create_future()
+        self._command(partial(self._driver.connect, descriptor, partial(_settle, connected)))
+        return await connected
+
+    def write(self, peer: Peer, work: Work, on_end: Callable[[WriteResult], None]) -> WriteHandle:
+        self._check_open()
+        known = self._known(peer)
+        spans = spans_in(work)
+        check_spans(spans, self._regions, peer.descriptor.regions)
+        write: W = self._writes(spans, on_end, self._now_s())
+        self._command(partial(self._driver.write, known, write))
+        return write
+
+    def notify(self, peer: Peer, payload: bytes) -> None:
+        self._check_open()
+        self._command(partial(self._driver.notify, self._known(peer), payload))
+
+    def cancel(self, handle: WriteHandle) -> None:
+        if not isinstance(handle, self._writes):
+            raise TransferError(f"{self._name}: {handle!r} is not a write of this backend")
+        self._command(partial(self._driver.cancel, handle))
+
+    def expect(self, change: int) -> None:
+        self._command(partial(self._driver.expect, change))
+
+    async def disconnect(self, peer: Peer) -> None:
+        self._check_open()
+        gone: asyncio.Future[None] = self._loop.create_future()
+        self._command(partial(self._driver.disconnect, self._known(peer), partial(_settle, gone, None)))
+        await gone
+
+    async def close(self) -> None:
+        """Deletes the agents on their thread and joins it; unfinished writes have ended BROKEN when this returns."""
+        if not self._closed:
+            self._closed = True
+            self._driver.put(self._driver.close)
+        await asyncio.shield(self._finished)  # the thread's last delivery, so all others have come
+        self._thread.join()
+
+    def _run(self) -> None:
+        self._driver.run(partial(_settle, self._ready))
+        self._deliver(partial(_settle, self._finished, None))
+
+    def _known(self, peer: Peer) -> P:
+        if not isinstance(peer, self._peers):
+            raise TransferError(f"{self._name}: {peer!r} is not a peer of this backend")
+        known: P = peer
+        return known
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransferError(f"{self._name}: the endpoint is closed")
+
+    def _command(self, command: Callable[[], None]) -> None:
+        if not self._closed:  # after it, `cancel` and `expect` are late news
+            self._driver.put(command)
+
+    def _deliver(self, call: Callable[[], None]) -> None:
+        """Called on the driver's thread. A loop that was closed under us has nobody left to tell."""
+        try:
+            self._loop.call_soon_threadsafe(call)
+        except RuntimeError as error:
+            _log.info("%s: a result was not delivered: %s", self._name, error)
+
+
+def _settle(future: asyncio.Future[T] | Future[T], answer: T | TransferError) -> None:
+    if future.done():  # its waiter was cancelled
+        return
+    if isinstance(answer, TransferError):
+        future.set_exception(answer)
+    else:
+        future.set_result(answer)
