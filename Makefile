@@ -71,7 +71,7 @@ types: install-dev
 
 # What starts clusters of its own wants both cores and runs alone; the rest shares them.
 unit: install-dev browser
-	$(BIN)/python -m pytest -m "not real" -n 2 --dist loadfile --durations=15
+	$(BIN)/python -m pytest -m "not real and not gpu" -n 2 --dist loadfile --durations=15
 	$(BIN)/python -m pytest -m real --durations=15
 
 storm: install-dev  ## Kills, stops, cut links and leaving clients for MINUTES (10); writes docs/storm.md and storm.png

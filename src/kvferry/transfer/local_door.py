@@ -89,7 +89,7 @@ class Door:
         """Raises OSError when there can be no socket."""
         self._areas, self._loop, self._admit, self._on_note = areas, loop, admit, on_note
         self._guests: dict[socket.socket, Guest | None] = {}  # None: it has not said yet what it comes for
-        name = b"\0kvferry-%016x" % incarnation
+        name = b"\0kvferry-%016x-%d" % (incarnation, os.getpid())
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         try:
             self._socket.bind(name)
