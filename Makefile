@@ -60,7 +60,7 @@ test-full: test  ## The tests, and what takes long: the exploration within its f
 	KVFERRY_LAYOUT_CASES=10000 $(BIN)/python -m pytest -q tests/transfer/test_plan_layouts.py
 	$(BIN)/kvferry sim explore
 	$(BIN)/kvferry sim --first 1000 --seeds 5000
-	KVFERRY_ALL_LAYOUTS=1 $(BIN)/python -m pytest tests/real/test_layouts.py -k every_pair
+	$(BIN)/python -m pytest -m full
 
 lint: install-dev
 	$(BIN)/ruff check .
@@ -72,7 +72,7 @@ types: install-dev
 # What starts clusters of its own wants both cores and runs alone; the rest shares them.
 unit: install-dev browser
 	$(BIN)/python -m pytest -m "not real and not gpu" -n 2 --dist loadfile --durations=15
-	$(BIN)/python -m pytest -m real --durations=15
+	$(BIN)/python -m pytest -m "real and not full" --durations=15
 
 storm: install-dev  ## Kills, stops, cut links and leaving clients for MINUTES (10); writes docs/storm.md and storm.png
 	$(BIN)/python bench/storm.py --minutes $(or $(MINUTES),10) --report docs --json

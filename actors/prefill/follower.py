@@ -297,7 +297,7 @@ class PrefillFollower(WritingRank, Follower):
         cause = None if complete else room.machine.cause
         word = Drained(
             room.room, self.info.rank, complete, sending.kv_bytes, sending.metadata_bytes, cause,
-            self.endpoint.backend, sending.measured,
+            sending.backend, sending.measured,
         )  # fmt: skip
         self.network.send(sending.owner, word)
         self.tell_leader(word)

@@ -44,6 +44,11 @@ class Sending:
     placed: dict[int, list[Placed]] = field(default_factory=dict)
     measured: Measured = field(default_factory=Measured)
 
+    @property
+    def backend(self) -> str:
+        """By which it writes; "" before its targets are connected."""
+        return " and ".join(sorted({peer.descriptor.backend for peer in self.targets.values()}))
+
 
 @dataclass(frozen=True)
 class Part:

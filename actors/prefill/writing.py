@@ -229,7 +229,7 @@ class Writing(WritingRank, Leader[PrefillRoom]):
         sending = room.sending
         word = Drained(
             room.room, LEADER, complete, sending.kv_bytes, sending.metadata_bytes,
-            backend=self.endpoint.backend, measured=sending.measured,
+            backend=sending.backend, measured=sending.measured,
         )  # fmt: skip
         self.tell_both(room, word)
         if not complete:

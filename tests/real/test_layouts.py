@@ -1,8 +1,8 @@
 """Instances of several ranks on real Ray, gloo and UCX: tokens of the real model against the reference.
 
 SmolLM2 has 9 query heads, 3 KV heads and 30 layers. By default one pair of layouts is served, in which heads and layers
-are cut differently on the two sides at once; KVFERRY_ALL_LAYOUTS=1 (`make test-full`) serves every pair, one after the
-other, each on a cluster of its own.
+are cut differently on the two sides at once; `make test-full` serves every pair, one after the other, each on a cluster
+of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ REFERENCE = json.loads((Path(__file__).parents[1] / "engine" / "reference.json")
 LENGTHS = (1, 16, 17, 65, 257)
 ENTRIES = [entry for entry in REFERENCE["prompts"] if entry["length"] in LENGTHS]
 TIE = 1e-3  # the reference's two best logits this close: either token is right
-ALL = bool(os.environ.get("KVFERRY_ALL_LAYOUTS"))
 
 #: tp and pp of prefill, and of decode.
 Pair = tuple[tuple[int, int], tuple[int, int]]
@@ -93,7 +92,7 @@ def test_tp_3_to_pp_2_and_the_death_of_a_rank(server_class: type[Any]) -> None:
         server.wait_baseline()
 
 
-@pytest.mark.skipif(not ALL, reason="KVFERRY_ALL_LAYOUTS is not set")
+@pytest.mark.full
 @pytest.mark.parametrize("pair", PAIRS, ids=named)
 def test_every_pair_of_layouts(server_class: type[Any], pair: Pair) -> None:
     with server_class(configured(pair)) as server, ThreadPoolExecutor(len(ENTRIES)) as pool:

@@ -27,7 +27,7 @@ def test_the_page_shows_the_phases_of_a_real_room(server: Any) -> None:
         states = ("bootstrapping", "waiting for input", "transferring", "success")
         expect(room.get_by_role("row")).to_have_text([re.compile(state) for state in states])
         expect(room).to_contain_text("prefill-0 → decode-0")
-        expect(room).to_contain_text(re.compile(r"37 prompt tokens, \d+\.\d MB of KV cache over ucx"))
+        expect(room).to_contain_text(re.compile(r"37 prompt tokens, \d+\.\d MB of KV cache over local"))
         browser.close()
 
 

@@ -68,6 +68,7 @@ class LocalEndpoint:
             raise TransferError(f"{self._name}: region {index} does not lie in memory that can be shared")
         self._regions, self._areas, self._incarnation = regions, tuple(areas), incarnation
         self._on_notify, self._loop, self._max_agents = on_notify, loop, max_agents
+        self._now_s = now_s
         self._generation = -1
         self._accepted: dict[int, Descriptor] = {}  # by the writer's incarnation
         self._peers: dict[str, LocalPeer] = {}  # by the target's agent
@@ -172,7 +173,7 @@ class LocalEndpoint:
         self._check_open()
         known, spans = self._known(peer), spans_in(work)
         check_spans(spans, self._regions, peer.descriptor.regions)
-        write = LocalWrite(spans, on_end)
+        write = LocalWrite(spans, on_end, self._now_s())
         self._command(partial(self._copyist.write, known, write))
         return write
 

@@ -32,9 +32,9 @@ _log = logging.getLogger(__name__)
 class LocalWrite:
     """One write. `result` belongs to the endpoint's loop, `stop` and `cancelled` to both, the rest to the thread."""
 
-    def __init__(self, spans: Spans, on_end: Callable[[WriteResult], None]) -> None:
+    def __init__(self, spans: Spans, on_end: Callable[[WriteResult], None], called_s: float) -> None:
         self.result: WriteResult | None = None
-        self.spans, self.on_end = spans, on_end
+        self.spans, self.on_end, self.called_s = spans, on_end, called_s
         self.stop = ctypes.c_int32(0)
         self.cancelled = False
         self.first_post_s: float | None = None
@@ -203,8 +203,12 @@ class Copyist:
         )
 
     def _end(self, write: LocalWrite, outcome: WriteOutcome, error: str = "") -> None:
-        wire_s = 0.0 if write.first_post_s is None else self._now_s() - write.first_post_s
-        result = WriteResult(outcome, write.flushed_bytes, wire_s, error)
+        began_s = write.first_post_s
+        if began_s is None:
+            result = WriteResult(outcome, 0, None, error)
+        else:
+            wire_s, wait_s = self._now_s() - began_s, began_s - write.called_s
+            result = WriteResult(outcome, write.flushed_bytes, wire_s, error, wait_s, write.next)
         write.columns = None
 
         def ended() -> None:
