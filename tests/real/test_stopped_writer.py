@@ -114,6 +114,7 @@ def test_over_tcp_its_pages_are_revoked_and_serve_others_meanwhile(server_class:
         assert own.instance(prefill)["ranks"][0]["pid"] == pid, "it lives, and serves again"
 
 
+@pytest.mark.full  # its parts are tests on virtual time, too (tests/actors/test_quarantine.py)
 def test_on_one_host_its_pages_wait_until_it_has_drained_or_is_killed_over_the_budget(server_class: Any) -> None:
     """40 of 180 pages are within the budget and wait for its word; 65 are not, and cost it its life."""
     with server_class(config("host", 180, quarantine_budget=0.3)) as own:
