@@ -45,6 +45,7 @@ from kvferry.protocol.messages import (
     Admitted,
     BadFrame,
     Committed,
+    DataPath,
     Destination,
     Distrust,
     Drained,
@@ -118,6 +119,7 @@ MESSAGES: tuple[Message, ...] = (
     CancelRoom(ROOM, CAUSE), RankFailed(ROOM, CAUSE), ConfirmAbort(ROOM, CAUSE), AbortConfirmed(ROOM), Accept(7, 1),
     Accepted(7, 1, b"\x00\xff", "no"), Revoke(7), RevokedAt(7, -1), Expect(-1), Arrived(ROOM, 1, 1 << 63),
     TakeDigest(ROOM, 1, 1 << 63, 4, (3, 1, 2)), Digested(ROOM, 1, 4, (1 << 64) - 1), Distrust(7),
+    DataPath(ROOM, "local", "the writer is on the same host"),
 )  # fmt: skip
 PAYLOADS = tuple(map(encode, MESSAGES))
 FRAMES: tuple[Frame, ...] = (
