@@ -2,7 +2,7 @@
 
 from kvferry.transfer.contract import WriteOutcome, WriteResult
 from kvferry.transfer.spans import make_spans
-from kvferry.transfer.threaded import Write
+from kvferry.transfer.write import Write
 
 
 def ended(write, outcome, now_s):

@@ -18,6 +18,7 @@ from kvferry.transfer.self_test import SelfTested, SpareRows
 from kvferry.transfer.several import BACKEND as AUTO
 from kvferry.transfer.several import Choice, Choose, Several
 from kvferry.transfer.shared import Area
+from kvferry.transfer.threaded import Options
 from kvferry.transfer.ucx import UcxEndpoint
 from kvferry.transfer.ucx_agent import BACKEND as UCX
 from kvferry.transfer.ucxx import UcxxEndpoint
@@ -67,8 +68,9 @@ class Site:
     device: int = 0
 
 
-def _ucx(settings: _Settings, site: Site) -> Endpoint:
-    return UcxEndpoint(
+def _options(settings: _Settings, site: Site) -> Options:
+    """Of the backends over UCX."""
+    return Options(
         regions=site.regions,
         incarnation=site.incarnation,
         on_notify=site.on_notify,
@@ -76,26 +78,23 @@ def _ucx(settings: _Settings, site: Site) -> Endpoint:
         now_s=site.now_s,
         transports=settings.transports,
         host=site.host,
-        devices=ucx_devices(settings.ib_device, site.device),
         batch_bytes=settings.batch_bytes,
+        max_agents=settings.max_agents,
+    )
+
+
+def _ucx(settings: _Settings, site: Site) -> Endpoint:
+    devices = ucx_devices(settings.ib_device, site.device)
+    return UcxEndpoint(
+        devices=devices,
         poll_busy_ms=settings.poll_busy_ms,
         poll_idle_ms=settings.poll_idle_ms,
-        max_agents=settings.max_agents,
+        **_options(settings, site),
     )
 
 
 def _ucxx(settings: _Settings, site: Site) -> Endpoint:
-    return UcxxEndpoint(
-        regions=site.regions,
-        incarnation=site.incarnation,
-        on_notify=site.on_notify,
-        loop=site.loop,
-        now_s=site.now_s,
-        transports=settings.transports,
-        host=site.host,
-        batch_bytes=settings.batch_bytes,
-        max_agents=settings.max_agents,
-    )
+    return UcxxEndpoint(**_options(settings, site))
 
 
 def _local(settings: _Settings, site: Site) -> Endpoint:

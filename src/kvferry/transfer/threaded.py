@@ -1,5 +1,5 @@
 """The loop's side of a backend whose work is done by a thread of its own: it checks what it is given, hands commands to
-that thread, and delivers what returns. What the thread does is the backend's `Driver`.
+that thread, and delivers what returns. What the thread does is the backend's driver (driver.py).
 """
 
 from __future__ import annotations
@@ -10,86 +10,44 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from threading import Thread
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Required, TypedDict, TypeVar
 
 from kvferry.transfer.contract import (
     Descriptor,
+    OnNotify,
     Peer,
     Region,
     Revoked,
-    Spans,
     TransferError,
     WriteHandle,
-    WriteOutcome,
     WriteResult,
 )
+from kvferry.transfer.driver import Driver, DriverParts, agent_name
 from kvferry.transfer.spans import check_spans
 from kvferry.transfer.work import Work, spans_in
+from kvferry.transfer.write import Write
 
 T = TypeVar("T")
-
-#: Runs a call on the endpoint's loop; called on the driver's thread.
-Deliver = Callable[[Callable[[], None]], None]
+P = TypeVar("P", bound=Peer)
+W = TypeVar("W", bound=Write)
 
 _log = logging.getLogger(__name__)
 
 
-def agent_name(incarnation: int, generation: int) -> str:
-    """A replaced process has another name, so nothing that is meant for one ever reaches the other."""
-    return f"kvferry-{incarnation:016x}-{generation}"
+class Options(TypedDict, total=False):
+    """What every such endpoint takes. Peers reach it at `host`; it has at most `max_agents` agents at a time, one for
+    each writer and one for each target, and posts at most `batch_bytes` at a time.
+    """
 
-
-class Write:
-    """One write. `result` is set on the endpoint's loop, everything else belongs to the driver's thread."""
-
-    def __init__(self, spans: Spans, on_end: Callable[[WriteResult], None], called_s: float) -> None:
-        self.result: WriteResult | None = None
-        self.spans = spans
-        self.on_end = on_end
-        self.flushed_bytes = self.descriptors = 0
-        self.called_s = called_s
-        self.first_post_s: float | None = None
-        self.cancelled = False
-
-    def end(self, outcome: WriteOutcome, error: str, now_s: float, deliver: Deliver) -> None:
-        """Tell the owner, on the loop. The driver calls it once for each write."""
-        first_s, posted = self.first_post_s, self.descriptors or None
-        wire_s = None if first_s is None else now_s - first_s
-        wait_s = None if first_s is None else first_s - self.called_s
-        result = WriteResult(outcome, self.flushed_bytes, wire_s, error, wait_s, posted)
-
-        def ended() -> None:
-            self.result = result
-            self.on_end(result)
-
-        deliver(ended)
-
-
-P = TypeVar("P", bound=Peer)
-W = TypeVar("W", bound=Write)
-W_contra = TypeVar("W_contra", bound=Write, contravariant=True)
-
-
-class Driver(Protocol[P, W_contra]):
-    """What the thread runs. Everything but `run` and `put` is called on it, as a command; answers go to `on_done`."""
-
-    def put(self, command: Callable[[], None]) -> None:
-        """From any thread: have `command` called soon on the driver's."""
-
-    def run(self, on_ready: Callable[[TransferError | None], None]) -> None:
-        """The thread's whole life. `on_ready`, called here, gets None, or why there can be no agent. After `close` it
-        destroys all agents, ends every write, takes the commands that are left, and returns.
-        """
-
-    def accept(self, writer: int, on_done: Callable[[Descriptor | TransferError], None]) -> None: ...
-    def revoke(self, writer: int, on_done: Callable[[Revoked | None], None]) -> None: ...
-    def connect(self, descriptor: Descriptor, on_done: Callable[[P | TransferError], None]) -> None: ...
-    def write(self, peer: P, write: W_contra) -> None: ...
-    def notify(self, peer: P, payload: bytes) -> None: ...
-    def cancel(self, write: W_contra) -> None: ...
-    def expect(self, change: int) -> None: ...
-    def disconnect(self, peer: P, on_done: Callable[[], None]) -> None: ...
-    def close(self) -> None: ...
+    regions: Required[tuple[Region, ...]]
+    incarnation: Required[int]
+    on_notify: Required[OnNotify]
+    loop: Required[asyncio.AbstractEventLoop]
+    now_s: Required[Callable[[], float]]
+    transports: str
+    host: str
+    batch_bytes: int
+    max_agents: int
 
 
 class ThreadedEndpoint(Generic[P, W]):
@@ -105,18 +63,27 @@ class ThreadedEndpoint(Generic[P, W]):
 
     def __init__(
         self,
+        make_driver: Callable[[DriverParts], Driver[P, W, Any]],
         *,
         regions: tuple[Region, ...],
         incarnation: int,
+        on_notify: OnNotify,
         loop: asyncio.AbstractEventLoop,
         now_s: Callable[[], float],
-        make_driver: Callable[[Deliver], Driver[P, W]],
+        transports: str = "host",
+        host: str = "127.0.0.1",
+        batch_bytes: int = 8 * 1024 * 1024,
+        max_agents: int = 256,
     ) -> None:
         self._regions, self._incarnation = regions, incarnation
         self._name = f"kvferry-{incarnation:016x}"
         self._loop, self._now_s = loop, now_s
         self._closed = False
-        self._driver = make_driver(self._deliver)
+        parts = DriverParts(
+            regions=regions, incarnation=incarnation, on_notify=on_notify, now_s=now_s, deliver=self._deliver,
+            transports=transports, host=host, batch_bytes=batch_bytes, max_agents=max_agents,
+        )  # fmt: skip
+        self._driver = make_driver(parts)
         self._ready: Future[None] = Future()
         self._finished: asyncio.Future[None] = loop.create_future()
         # A daemon, so that a process that ends without `close` is not held up by it.

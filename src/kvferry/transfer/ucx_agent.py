@@ -22,8 +22,8 @@ import numpy as np
 
 from kvferry.transfer.contract import Descriptor, Proofs, Region, TransferError
 from kvferry.transfer.devices import device_of
+from kvferry.transfer.driver import agent_name, describe
 from kvferry.transfer.spans import region_bytes
-from kvferry.transfer.threaded import agent_name
 
 BACKEND = "ucx"
 
@@ -166,11 +166,6 @@ def add_peer(agent: Any, transports: str, descriptor: Descriptor) -> None:
     except TransferError:
         agent.remove_remote_agent(name)
         raise
-
-
-def describe(error: BaseException) -> str:
-    """Name and text of an error, for `WriteResult.error`."""
-    return f"{type(error).__name__}: {error}"
 
 
 def _areas(regions: Sequence[Region]) -> np.ndarray[Any, np.dtype[np.uint64]]:

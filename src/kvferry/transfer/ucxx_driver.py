@@ -1,25 +1,24 @@
-"""The thread that owns UCXX's workers: it makes, drives and deletes them, and it alone touches the regions.
+"""The driver of UCXX's workers; it alone touches the regions.
 
-Commands come in through a queue, as calls. A worker has work as long as a turn of it moves anything; then it is armed,
-and the thread sleeps until the descriptor of one says that something has happened, or a command comes. So an idle
-endpoint uses no CPU, and nothing here is polled by time.
+A worker has work as long as a turn of it moves anything; then it is armed, and the thread sleeps until the descriptor
+of one says that something has happened, or a command comes. So an idle endpoint uses no CPU, and nothing here is polled
+by time.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import select
 from collections.abc import Callable
 from functools import partial
-from queue import Empty, SimpleQueue
-from typing import Any
+from queue import Empty
+from typing import Any, ClassVar
 
 import msgspec
 
-from kvferry.transfer.contract import Descriptor, OnNotify, Region, Revoked, TransferError
+from kvferry.transfer.contract import Descriptor, TransferError
+from kvferry.transfer.driver import Driver, DriverParts, agent_name
 from kvferry.transfer.pack import RegionMemory
-from kvferry.transfer.threaded import Deliver, agent_name
 from kvferry.transfer.ucxx_agent import BACKEND, PROOFS, UcxxAgent, make_context
 from kvferry.transfer.ucxx_source import UcxxPeer, UcxxWrite
 from kvferry.transfer.ucxx_target import UcxxTarget
@@ -28,71 +27,35 @@ from kvferry.transfer.ucxx_wire import PIECES, UcxxMetadata, encoder, metadata_d
 #: What a closing endpoint waits at most for peers to take what is under way.
 _PARTING_S = 3.0
 
-_log = logging.getLogger(__name__)
 
+class UcxxDriver(Driver[UcxxPeer, UcxxWrite, UcxxAgent]):
+    _backend: ClassVar[str] = BACKEND
 
-class UcxxDriver:
-    """`kvferry.transfer.threaded.Driver` over UCXX."""
-
-    def __init__(
-        self,
-        *,
-        incarnation: int,
-        transports: str,
-        host: str,
-        batch_bytes: int,
-        max_agents: int,
-        regions: tuple[Region, ...],
-        on_notify: OnNotify,
-        now_s: Callable[[], float],
-        deliver: Deliver,
-    ) -> None:
-        self._incarnation, self._name = incarnation, f"kvferry-{incarnation:016x}"
-        self._transports, self._host, self._regions = transports, host, regions
-        self._batch_bytes, self._max_agents = batch_bytes, max_agents
-        self._on_notify, self._now_s, self._deliver = on_notify, now_s, deliver
-        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+    def __init__(self, parts: DriverParts) -> None:
+        super().__init__(parts, PROOFS)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._events = select.epoll()
         self._events.register(self._wake, select.EPOLLIN)
         self._context: Any = None
-        self._memory = RegionMemory(regions)
-        self._generation = -1  # of the last agent that was made
+        self._memory = RegionMemory(self._regions)
         self._targets: dict[int, UcxxTarget] = {}  # by the writer's incarnation
-        self._accepted: dict[int, int] = {}  # the generation of each; kept when a failure has ended all agents
-        self._peers: dict[str, UcxxPeer] = {}  # by the target's agent
         self._by_fd: dict[int, UcxxTarget | UcxxPeer] = {}
         self._awake: set[UcxxTarget | UcxxPeer] = set()  # not armed
-        self._closing = False
-        self._failure = ""
 
     def put(self, command: Callable[[], None]) -> None:
-        self._commands.put(command)
+        super().put(command)
         os.eventfd_write(self._wake, 1)
 
     # --- the thread ------------------------------------------------------------------------------------------
 
     def run(self, on_ready: Callable[[TransferError | None], None]) -> None:
-        try:
-            self._context = make_context(self._transports, self._host)
-            self._make().delete()  # a transport that does not work shows now
-        except Exception as error:  # noqa: BLE001  (whatever it is, the endpoint's loop must hear of it)
-            self._failure = f"{self._name}: no agent over {self._transports!r}: {error}"
-        on_ready(TransferError(self._failure) if self._failure else None)
-        try:
-            while not self._failure and not self._closing:
-                self._turn()
-        except Exception as error:  # noqa: BLE001  (the same)
-            self._failure = f"{self._name}: the driver failed: {type(error).__name__}: {error}"
-            _log.exception("%s: the driver failed", self._name)
-        self._failure = self._failure or "the endpoint is closed"
-        self._destroy_all()
-        while not self._closing:  # answer what still comes: every write ends
-            self._commands.get()()
-        while not self._commands.empty():
-            self._commands.get()()
+        super().run(on_ready)
         self._events.close()
         os.close(self._wake)
+
+    def _start(self) -> None:
+        self._context = make_context(self._transports, self._host)
+        self._new_agent().delete()
 
     def _turn(self) -> None:
         self._take_commands()
@@ -124,21 +87,12 @@ class UcxxDriver:
 
     # --- agents ----------------------------------------------------------------------------------------------
 
-    def _make(self) -> UcxxAgent:
-        self._generation += 1
-        return UcxxAgent(self._context, agent_name(self._incarnation, self._generation), self._generation)
+    def _make(self, generation: int) -> UcxxAgent:
+        return UcxxAgent(self._context, agent_name(self._incarnation, generation), generation)
 
-    def _next_agent(self) -> UcxxAgent:
-        """Raises TransferError when there are too many, or UCX gives no more."""
-        if self._failure:
-            raise TransferError(self._failure)
-        live = len(self._targets) + len(self._peers)
-        if live >= self._max_agents:
-            raise TransferError(f"{self._name}: has {live} agents; transfer.max_agents is {self._max_agents}")
-        try:
-            return self._make()
-        except Exception as error:  # noqa: BLE001  (UCX's errors; the caller must hear of any)
-            raise TransferError(f"{self._name}: no agent over {self._transports!r}: {error}") from None
+    @property
+    def _live(self) -> int:
+        return len(self._targets) + len(self._peers)
 
     def _watch(self, served: UcxxTarget | UcxxPeer) -> None:
         self._by_fd[served.agent.fd] = served
@@ -153,51 +107,31 @@ class UcxxDriver:
 
     # --- commands --------------------------------------------------------------------------------------------
 
-    def accept(self, writer: int, on_done: Callable[[Descriptor | TransferError], None]) -> None:
-        answer: Descriptor | TransferError
-        try:
-            target = self._targets.get(writer) or self._accept(writer)
-            agent = target.agent
-            metadata = UcxxMetadata(self._transports, os.getpid(), self._piece_bytes, agent.address)
-            answer = Descriptor(
-                BACKEND, agent.name, self._incarnation, agent.generation, encoder.encode(metadata), self._regions,
-                PROOFS,
-            )  # fmt: skip
-        except TransferError as error:
-            answer = TransferError(str(error))
-        self._deliver(lambda: on_done(answer))
-
     @property
     def _piece_bytes(self) -> int:
         return max(1, self._batch_bytes // PIECES)
 
-    def _accept(self, writer: int) -> UcxxTarget:
+    def _agent_for(self, writer: int) -> tuple[UcxxAgent, bytes]:
+        target = self._targets.get(writer) or self._new_target(writer)
+        metadata = UcxxMetadata(self._transports, os.getpid(), self._piece_bytes, target.agent.address)
+        return target.agent, encoder.encode(metadata)
+
+    def _new_target(self, writer: int) -> UcxxTarget:
         agent = self._next_agent()
 
         def on_note(sender: str, payload: bytes) -> None:
             self._deliver(partial(self._on_notify, sender, payload))
 
         target = UcxxTarget(agent, writer, self._regions, self._piece_bytes, self._memory, on_note)
-        self._targets[writer], self._accepted[writer] = target, agent.generation
+        self._targets[writer] = target
         self._watch(target)
         return target
 
-    def revoke(self, writer: int, on_done: Callable[[Revoked | None], None]) -> None:
-        target, generation = self._targets.pop(writer, None), self._accepted.pop(writer, None)
+    def _shut_out(self, writer: int) -> None:
+        target = self._targets.pop(writer, None)
         if target is not None:
             target.revoke()
             self._awake.add(target)
-        # Here, on the thread that alone places bytes, nothing is left that would place one of that writer's.
-        proof = None if generation is None else Revoked(writer, generation)
-        self._deliver(lambda: on_done(proof))
-
-    def connect(self, descriptor: Descriptor, on_done: Callable[[UcxxPeer | TransferError], None]) -> None:
-        answer: UcxxPeer | TransferError
-        try:
-            answer = self._connected(descriptor)
-        except TransferError as error:
-            answer = TransferError(str(error))
-        self._deliver(lambda: on_done(answer))
 
     def _connected(self, descriptor: Descriptor) -> UcxxPeer:
         peer = self._peers.get(descriptor.agent)
@@ -245,9 +179,6 @@ class UcxxDriver:
         self._leave(peer, "disconnected")
         self._deliver(on_done)
 
-    def close(self) -> None:
-        self._closing = True
-
     def _stir(self, peer: UcxxPeer) -> None:
         if not peer.broken:
             self._awake.add(peer)
@@ -258,7 +189,7 @@ class UcxxDriver:
             del self._peers[peer.descriptor.agent]
             self._awake.add(peer)
 
-    def _destroy_all(self) -> None:
+    def _delete_all(self) -> None:
         """What is under way gets a moment to come to its end; from now on nothing reads or writes the regions."""
         for peer in list(self._peers.values()):
             self._leave(peer, self._failure)

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from kvferry.transfer.contract import Region, Spans, TransferError
+from kvferry.transfer.driver import agent_name
 from kvferry.transfer.pack import Bytes, RegionMemory
 from kvferry.transfer.spans import check_side, total_bytes
-from kvferry.transfer.threaded import agent_name
 from kvferry.transfer.ucxx_agent import UcxxAgent
 from kvferry.transfer.ucxx_wire import (
     ANSWER,
