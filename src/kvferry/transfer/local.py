@@ -90,10 +90,6 @@ class LocalEndpoint:
         return BACKEND
 
     @property
-    def proofs(self) -> Proofs:
-        return PROOFS
-
-    @property
     def regions(self) -> tuple[Region, ...]:
         return self._regions
 

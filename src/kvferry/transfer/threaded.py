@@ -17,14 +17,13 @@ from kvferry.transfer.contract import (
     Peer,
     Region,
     Revoked,
-    Spans,
     TransferError,
     WriteHandle,
-    WriteOutcome,
     WriteResult,
 )
 from kvferry.transfer.spans import check_spans
 from kvferry.transfer.work import Work, spans_in
+from kvferry.transfer.write import Write
 
 T = TypeVar("T")
 
@@ -37,32 +36,6 @@ _log = logging.getLogger(__name__)
 def agent_name(incarnation: int, generation: int) -> str:
     """A replaced process has another name, so nothing that is meant for one ever reaches the other."""
     return f"kvferry-{incarnation:016x}-{generation}"
-
-
-class Write:
-    """One write. `result` is set on the endpoint's loop, everything else belongs to the driver's thread."""
-
-    def __init__(self, spans: Spans, on_end: Callable[[WriteResult], None], called_s: float) -> None:
-        self.result: WriteResult | None = None
-        self.spans = spans
-        self.on_end = on_end
-        self.flushed_bytes = self.descriptors = 0
-        self.called_s = called_s
-        self.first_post_s: float | None = None
-        self.cancelled = False
-
-    def end(self, outcome: WriteOutcome, error: str, now_s: float, deliver: Deliver) -> None:
-        """Tell the owner, on the loop. The driver calls it once for each write."""
-        first_s, posted = self.first_post_s, self.descriptors or None
-        wire_s = None if first_s is None else now_s - first_s
-        wait_s = None if first_s is None else first_s - self.called_s
-        result = WriteResult(outcome, self.flushed_bytes, wire_s, error, wait_s, posted)
-
-        def ended() -> None:
-            self.result = result
-            self.on_end(result)
-
-        deliver(ended)
 
 
 P = TypeVar("P", bound=Peer)

@@ -19,8 +19,9 @@ import numpy as np
 
 from kvferry.transfer.contract import Descriptor, Region, Spans, WriteOutcome, WriteResult
 from kvferry.transfer.spans import addresses, split, total_bytes
-from kvferry.transfer.threaded import Deliver, Write
+from kvferry.transfer.threaded import Deliver
 from kvferry.transfer.ucx_agent import Agent, describe, nixl_errors
+from kvferry.transfer.write import Write
 
 #: Handles under way at a time, each with its share of `batch_bytes`, where the target takes part: while it works on
 #: one, the next is on its way. Where a post copies by itself, more of them would only cost what a handle costs.

@@ -18,7 +18,7 @@ import numpy as np
 from kvferry.transfer.contract import Descriptor, Spans, TransferError, WriteOutcome, WriteResult
 from kvferry.transfer.pack import Bytes, RegionMemory
 from kvferry.transfer.spans import split, total_bytes
-from kvferry.transfer.threaded import Deliver, Write
+from kvferry.transfer.threaded import Deliver
 from kvferry.transfer.ucxx_agent import UcxxAgent
 from kvferry.transfer.ucxx_wire import (
     ANSWER,
@@ -34,6 +34,7 @@ from kvferry.transfer.ucxx_wire import (
     encoder,
     tag,
 )
+from kvferry.transfer.write import Write
 
 _log = logging.getLogger(__name__)
 
