@@ -33,9 +33,32 @@ Deliver = Callable[[Callable[[], None]], None]
 _log = logging.getLogger(__name__)
 
 
-def agent_name(incarnation: int, generation: int) -> str:
-    """A replaced process has another name, so nothing that is meant for one ever reaches the other."""
-    return f"kvferry-{incarnation:016x}-{generation}"
+def agent_name(incarnation: int, generation: int, kind: str = "kvferry") -> str:
+    """Of both kinds of agents. A replaced process has another name, so nothing that is meant for one ever reaches the
+    other; `kind` keeps the backends of one process apart, which count their agents each by itself.
+    """
+    return f"{kind}-{incarnation:016x}-{generation}"
+
+
+def is_agent_of(name: str, incarnation: int, kind: str = "kvferry") -> bool:
+    """By its name, of whatever generation."""
+    return name.startswith(f"{kind}-{incarnation:016x}-")
+
+
+def check_descriptor(descriptor: Descriptor, backend: str, incarnation: int, kind: str = "kvferry") -> None:
+    """Raises TransferError when process `incarnation` can't connect to it: it is another backend's, its name is not one
+    of its process's, or that process is this one.
+    """
+    name = descriptor.agent
+    if descriptor.backend != backend:
+        raise TransferError(f"{name}: backend is {descriptor.backend!r} there, {backend!r} here")
+    if name != agent_name(descriptor.incarnation, descriptor.generation, kind):
+        raise TransferError(
+            f"agent {name!r} does not belong to incarnation {descriptor.incarnation:016x}, "
+            f"generation {descriptor.generation}"
+        )
+    if descriptor.incarnation == incarnation:
+        raise TransferError(f"{name}: can't connect to itself")
 
 
 P = TypeVar("P", bound=Peer)
@@ -125,15 +148,7 @@ class ThreadedEndpoint(Generic[P, W]):
 
     async def connect(self, descriptor: Descriptor) -> Peer:
         self._check_open()
-        if descriptor.backend != self._backend:
-            raise TransferError(f"{descriptor.agent}: backend is {descriptor.backend!r} there, {self._backend!r} here")
-        if descriptor.agent != agent_name(descriptor.incarnation, descriptor.generation):
-            raise TransferError(
-                f"agent {descriptor.agent!r} does not belong to incarnation {descriptor.incarnation:016x}, "
-                f"generation {descriptor.generation}"
-            )
-        if descriptor.incarnation == self._incarnation:
-            raise TransferError(f"{self._name}: can't connect to itself")
+        check_descriptor(descriptor, self._backend, self._incarnation)
         connected: asyncio.Future[P] = self._loop.create_future()
         self._command(partial(self._driver.connect, descriptor, partial(_settle, connected)))
         return await connected
