@@ -23,7 +23,7 @@ from kvferry.transfer.contract import Endpoint, Peer, Region, RegionKind, WriteR
 from kvferry.transfer.page_plan import page_blocks
 from kvferry.transfer.pairing import pair_common
 from kvferry.transfer.spans import make_spans
-from kvferry.transfer.staging.copies import Memory, Side, host_memory
+from kvferry.transfer.staging.copies import Memory, host_memory
 from kvferry.transfer.staging.endpoint import StagingEndpoint, StagingSizes
 from kvferry.transfer.staging.pieces import Piece, cut
 from kvferry.transfer.ucx import UcxEndpoint
@@ -150,28 +150,21 @@ class Copies:
         self._memories: list[Memory] = [
             host_memory(regions_of(tp, rank, ranks.pool.base), 2 * self._size) for rank in range(tp)
         ]
-        self._pieces: list[tuple[int, Piece, Side]] = []
+        self._pieces: list[tuple[int, Piece]] = []
         for source in range(here):
             for target in range(there):
                 for piece in cut(blocks_of(layout, source, target), self._size):
-                    columns, runs = piece.columns, piece.runs
-                    mine = (
-                        (columns.source_region, columns.source_start, columns.source_stride, columns.width,
-                         runs.source_at, runs.count),
-                        (columns.target_region, columns.target_start, columns.target_stride, columns.width,
-                         runs.target_at, runs.count),
-                    )[at]  # fmt: skip
-                    self._pieces.append(((source, target)[at], piece, mine))
+                    self._pieces.append(((source, target)[at], piece))
 
     def run(self) -> float:
         """Seconds for the whole request, by one thread."""
         begun_s = time.perf_counter()
-        for number, (rank, piece, side) in enumerate(self._pieces):
+        for number, (rank, piece) in enumerate(self._pieces):
             offset = number % 2 * self._size
             if self._side == "source":
-                self._memories[rank].gather(side, offset, piece.size_bytes)
+                self._memories[rank].gather(piece.source, offset, piece.size_bytes)
             else:
-                self._memories[rank].scatter(offset, piece.size_bytes, side)
+                self._memories[rank].scatter(offset, piece.size_bytes, piece.target)
         return time.perf_counter() - begun_s
 
 

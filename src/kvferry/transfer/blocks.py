@@ -68,9 +68,37 @@ class Runs:
 
 
 @dataclass(frozen=True, eq=False)
+class Side:
+    """One side of a block: of `Columns` the first four, of `Runs` the others."""
+
+    region: NDArray[np.int32] | Ints
+    start: Ints
+    stride: Ints
+    width: Ints
+    at: Ints
+    count: Ints
+
+
+@dataclass(frozen=True, eq=False)
 class Block:
     columns: Columns
     runs: Runs
+
+    @property
+    def source(self) -> Side:
+        columns, runs = self.columns, self.runs
+        return Side(
+            columns.source_region, columns.source_start, columns.source_stride, columns.width,
+            runs.source_at, runs.count,
+        )  # fmt: skip
+
+    @property
+    def target(self) -> Side:
+        columns, runs = self.columns, self.runs
+        return Side(
+            columns.target_region, columns.target_start, columns.target_stride, columns.width,
+            runs.target_at, runs.count,
+        )  # fmt: skip
 
     @property
     def sliced(self) -> bool:

@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from kvferry.kernels.strided_copy import Slices, gather_slices, scatter_slices
-from kvferry.transfer.blocks import Ints
+from kvferry.transfer.blocks import Side
 from kvferry.transfer.contract import Region, RegionKind
 
 _HUGE = 2 << 20
@@ -49,13 +48,8 @@ class Memory:
         self._scatter(self.staging[offset : offset + size_bytes], self._slices(side))
 
     def _slices(self, side: Side) -> Slices:
-        region, start, stride, width, at, count = side
-        areas = [self._areas[index] for index in region.tolist()]
-        return Slices(areas, start.tolist(), stride.tolist(), width.tolist(), at, count)
-
-
-#: One side of a piece, as in `Columns` and `Runs`: region, start, stride, width; at, count.
-Side = tuple[NDArray[np.int32] | Ints, Ints, Ints, Ints, Ints, Ints]
+        areas = [self._areas[index] for index in side.region.tolist()]
+        return Slices(areas, side.start.tolist(), side.stride.tolist(), side.width.tolist(), side.at, side.count)
 
 
 def host_memory(regions: Sequence[Region], staging_bytes: int) -> Memory:

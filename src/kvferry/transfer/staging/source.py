@@ -96,7 +96,7 @@ class StagedPeer:
         self.gathered.set()
         self._sender, self._descriptor = sender, descriptor
         self._ring = Ring(lent.size_bytes)
-        self._place = sender.region_of(descriptor, lent)
+        self._ring_region = len(descriptor.regions)  # staging memory is the one behind the user's
         self._writes: deque[StagedWrite] = deque()
         self._announced: dict[int, tuple[StagedWrite, Piece, Room]] = {}
         self._numbers = 0
@@ -220,7 +220,7 @@ class StagedPeer:
             self._void(write, room, slot)
             return
         spans = make_spans(
-            self._sender.staging_region, self._place, self._sender.place_of(slot), self.lent.offset + room.offset,
+            self._sender.staging_region, self._ring_region, self._sender.place_of(slot), self.lent.offset + room.offset,
             piece.size_bytes,
         )  # fmt: skip
         try:
@@ -282,7 +282,7 @@ class StagedPeer:
     def try_path(self) -> None:
         """Write a word beside the ring: a path that has ended says so."""
         sender, region = self._sender, self._sender.staging_region
-        spans = make_spans(region, self._place, sender.scratch, self.lent.offset + self.lent.size_bytes, [8])
+        spans = make_spans(region, self._ring_region, sender.scratch, self.lent.offset + self.lent.size_bytes, [8])
         self._posted += 1
         try:
             sender.inner.write(self.inner, spans, self._tried)
