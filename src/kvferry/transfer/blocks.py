@@ -20,10 +20,6 @@ from kvferry.transfer.spans import no_spans
 
 Ints = NDArray[np.int64]
 
-#: One side of a packed stream: `length` bytes at `packed` of the stream are those at `offset` of region `region`.
-PACK_DTYPE = np.dtype([("region", np.int32), ("offset", np.int64), ("packed", np.int64), ("length", np.int64)])
-PackList = NDArray[np.void]
-
 
 @dataclass(frozen=True, eq=False)
 class Columns:
@@ -127,21 +123,3 @@ def spans_of(blocks: Sequence[Block]) -> Spans:
     """The span table of all blocks, in their order."""
     tables = [block.spans() for block in blocks]
     return np.concatenate(tables) if len(tables) > 1 else tables[0] if tables else no_spans()
-
-
-def gather_list(spans: Spans) -> PackList:
-    """Where the source takes the bytes of the packed stream from, PACK_DTYPE [spans]."""
-    return _pack_list(spans, "source")
-
-
-def scatter_list(spans: Spans) -> PackList:
-    """Where the target puts them, PACK_DTYPE [spans]."""
-    return _pack_list(spans, "target")
-
-
-def _pack_list(spans: Spans, side: str) -> PackList:
-    packed = np.empty(len(spans), dtype=PACK_DTYPE)
-    packed["region"], packed["offset"] = spans[f"{side}_region"], spans[f"{side}_offset"]
-    packed["length"] = spans["length"]
-    packed["packed"] = np.cumsum(spans["length"]) - spans["length"]
-    return packed
