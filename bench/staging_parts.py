@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import json
-import mmap
 import time
 from functools import cache
 from multiprocessing.connection import Connection
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 
 from kvferry.transfer.blocks import Block
 from kvferry.transfer.contract import Endpoint, Peer, Region, RegionKind, WriteResult, encode_descriptor
+from kvferry.transfer.huge_pages import private
 from kvferry.transfer.page_plan import page_blocks
 from kvferry.transfer.pairing import pair_common
 from kvferry.transfer.spans import make_spans
@@ -77,8 +77,7 @@ class Pool:
 
     def __init__(self) -> None:
         size = 2 * REQUEST_BYTES
-        self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._map = private(size)
         self.bytes: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         self.bytes[:] = 0
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
