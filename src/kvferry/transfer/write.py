@@ -9,7 +9,7 @@ from kvferry.transfer.contract import Spans, WriteOutcome, WriteResult
 
 class Write:
     """`result` is set on the endpoint's loop; everything else belongs to whoever does the work, which may be a thread
-    of its own.
+    of its own. Until its end `flushed_bytes` and `descriptors` count up.
     """
 
     def __init__(self, spans: Spans, on_end: Callable[[WriteResult], None], called_s: float) -> None:
