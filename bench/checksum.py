@@ -32,6 +32,7 @@ from kvferry.engine.contract import Sequence as Tokens
 from kvferry.engine.contract import StepPlan
 from kvferry.engine.kv_pool import KVPool
 from kvferry.protocol.metadata import Notification, Placed, decode_notification, encode_notification
+from kvferry.protocol.rank import Slice
 from kvferry.transfer.contract import Spans, decode_descriptor, encode_descriptor
 from kvferry.transfer.digest import ThreadDigests, digest_of
 from kvferry.transfer.plan import pair, plan_pages
@@ -53,7 +54,8 @@ asyncio.run(target({transports!r}))
 
 
 def pool_of_kv() -> KVPool:
-    return KVPool(layers=30, pages=POOL, page_size=PAGE, kv_heads=3, head_dim=64, dtype=torch.float32, metadata_rows=4)
+    every = Slice(first_layer=0, layers=30, first_head=0, heads=3)
+    return KVPool(part=every, pages=POOL, page_size=PAGE, head_dim=64, dtype=torch.float32, metadata_rows=4)
 
 
 class Site:

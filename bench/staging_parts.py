@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import json
-import mmap
 import time
 from functools import cache
 from multiprocessing.connection import Connection
@@ -20,10 +19,11 @@ from numpy.typing import NDArray
 
 from kvferry.transfer.blocks import Block
 from kvferry.transfer.contract import Endpoint, Peer, Region, RegionKind, WriteResult, encode_descriptor
+from kvferry.transfer.huge_pages import private
 from kvferry.transfer.page_plan import page_blocks
 from kvferry.transfer.pairing import pair_common
 from kvferry.transfer.spans import make_spans
-from kvferry.transfer.staging.copies import Memory, Side, host_memory
+from kvferry.transfer.staging.copies import Memory, host_memory
 from kvferry.transfer.staging.endpoint import StagingEndpoint, StagingSizes
 from kvferry.transfer.staging.pieces import Piece, cut
 from kvferry.transfer.ucx import UcxEndpoint
@@ -77,8 +77,7 @@ class Pool:
 
     def __init__(self) -> None:
         size = 2 * REQUEST_BYTES
-        self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._map = private(size)
         self.bytes: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         self.bytes[:] = 0
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
@@ -150,28 +149,21 @@ class Copies:
         self._memories: list[Memory] = [
             host_memory(regions_of(tp, rank, ranks.pool.base), 2 * self._size) for rank in range(tp)
         ]
-        self._pieces: list[tuple[int, Piece, Side]] = []
+        self._pieces: list[tuple[int, Piece]] = []
         for source in range(here):
             for target in range(there):
                 for piece in cut(blocks_of(layout, source, target), self._size):
-                    columns, runs = piece.columns, piece.runs
-                    mine = (
-                        (columns.source_region, columns.source_start, columns.source_stride, columns.width,
-                         runs.source_at, runs.count),
-                        (columns.target_region, columns.target_start, columns.target_stride, columns.width,
-                         runs.target_at, runs.count),
-                    )[at]  # fmt: skip
-                    self._pieces.append(((source, target)[at], piece, mine))
+                    self._pieces.append(((source, target)[at], piece))
 
     def run(self) -> float:
         """Seconds for the whole request, by one thread."""
         begun_s = time.perf_counter()
-        for number, (rank, piece, side) in enumerate(self._pieces):
+        for number, (rank, piece) in enumerate(self._pieces):
             offset = number % 2 * self._size
             if self._side == "source":
-                self._memories[rank].gather(side, offset, piece.size_bytes)
+                self._memories[rank].gather(piece.source, offset, piece.size_bytes)
             else:
-                self._memories[rank].scatter(offset, piece.size_bytes, side)
+                self._memories[rank].scatter(offset, piece.size_bytes, piece.target)
         return time.perf_counter() - begun_s
 
 

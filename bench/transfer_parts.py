@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import importlib
-import mmap
 import multiprocessing
 import os
 import time
@@ -22,6 +21,8 @@ from typing import Any, ClassVar, Protocol
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+
+from kvferry.transfer.huge_pages import private
 
 #: K and V of this many layers, each one region.
 LAYERS = 32
@@ -60,10 +61,7 @@ class Pool:
 
     def __init__(self, memory: Any = None) -> None:
         """`memory`: a writable buffer of POOL_BYTES to use instead."""
-        if memory is None:
-            memory = mmap.mmap(-1, POOL_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        self.bytes: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
+        self.bytes: NDArray[np.uint8] = np.frombuffer(private(POOL_BYTES) if memory is None else memory, np.uint8)
 
     def pages(self, region: int, page_bytes: int) -> NDArray[np.uint8]:
         """One region as uint8[pages, page_bytes], a view."""

@@ -21,10 +21,9 @@ from kvferry.engine.batch import build
 from kvferry.engine.contract import RanksLost, Sequence, StepPlan
 from kvferry.engine.group import Group, Place, join_store, open_store
 from kvferry.engine.patches import apply_cpu_patches
-from kvferry.engine.sharding import share
 from kvferry.engine.torch_engine import TorchEngine
 from kvferry.protocol.errors import ConfigError
-from kvferry.protocol.rank import Slice, slice_of
+from kvferry.protocol.rank import Slice, share, slice_of
 from kvferry.protocol.request import Sampling
 from kvferry.transfer.pairing import check_given, pair_common
 from kvferry.transfer.plan import plan_pages

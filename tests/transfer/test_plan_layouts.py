@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 from kvferry.protocol.rank import Slice
-from kvferry.transfer.blocks import gather_list, scatter_list
 from kvferry.transfer.chunk import Chunk, cp_range
 from kvferry.transfer.contract import Region, RegionKind, Segment
 from kvferry.transfer.layout import slices_in
@@ -289,17 +288,10 @@ def carry_out(case: Case, ours: int, theirs: int, spans: np.ndarray, written: di
 
 
 def check_packed(case: Case, ours: int, theirs: int, spans: np.ndarray) -> None:
-    """The same stream at both sides, however it is found."""
-    streams = []
-    for table, memory in (
-        (gather_list(spans), case.source.memory[ours]),
-        (scatter_list(spans), case.target.memory[theirs]),
-    ):
-        stream = np.zeros(int(spans["length"].sum()), np.uint8)
-        for index, offset, packed, length in table.tolist():
-            stream[packed : packed + length] = memory[index][offset : offset + length]
-        streams.append(stream)
-    assert np.array_equal(*streams)
+    """The same stream at both sides, span by span."""
+    source, target = case.source.memory[ours], case.target.memory[theirs]
+    for index, to, start, end, length in spans.tolist():
+        assert np.array_equal(source[index][start : start + length], target[to][end : end + length])
 
 
 def places(spans: np.ndarray) -> list[tuple[int, int]]:

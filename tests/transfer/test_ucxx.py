@@ -1,6 +1,6 @@
 """The `ucxx` backend alone: what becomes of what a writer has announced and never sends."""
 
-from kvferry.transfer.driver import agent_name
+from kvferry.transfer.names import agent_name
 from kvferry.transfer.spans import make_spans
 from kvferry.transfer.ucxx_agent import UcxxAgent, make_context
 from kvferry.transfer.ucxx_wire import CONTROL, Batch, Hello, Note, encoder, metadata_decoder, tag

@@ -19,9 +19,9 @@ from kvferry.engine.contract import RanksLost, Sequence, StepPlan
 from kvferry.engine.group import HIDDEN, RESULT, Group
 from kvferry.engine.kv_pool import KVPool
 from kvferry.engine.loader import DTYPES, Loaded
-from kvferry.engine.sharding import SummedLinear, keep_columns, keep_rows, share
+from kvferry.engine.sharding import SummedLinear, keep_columns, keep_rows
 from kvferry.protocol.errors import ConfigError
-from kvferry.protocol.rank import LEADER, Layout, Slice, slice_of, whole
+from kvferry.protocol.rank import LEADER, Layout, Slice, share, slice_of, whole
 
 _NAME = "kvferry"
 _UNSUPPORTED_ARGUMENTS = ("sliding_window", "softcap", "s_aux", "position_bias")

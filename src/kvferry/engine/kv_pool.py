@@ -6,8 +6,6 @@ item of one region. The metadata rows of requests lie in the same arena, as the 
 
 from __future__ import annotations
 
-import mmap
-from contextlib import suppress
 from math import prod
 
 import torch
@@ -16,6 +14,7 @@ from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.metadata import ROW_BYTES
 from kvferry.protocol.rank import Slice
 from kvferry.transfer.contract import Region, RegionKind
+from kvferry.transfer.huge_pages import private
 from kvferry.transfer.shared import Area
 
 _ALIGN_BYTES = 4096
@@ -34,9 +33,7 @@ class Arena:
             self.area = Area(size_bytes)
             memory = self.area.buffer
         else:
-            memory = mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with suppress(OSError):  # a kernel without huge pages says EINVAL; small pages do as well
-                memory.madvise(mmap.MADV_HUGEPAGE)
+            memory = private(max(size_bytes, 1))
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._used = 0
 

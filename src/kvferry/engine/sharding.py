@@ -12,12 +12,6 @@ from torch import nn
 from kvferry.engine.group import Group
 
 
-def share(size: int, rank: int, ranks: int) -> tuple[int, int]:
-    """(first, count) of what a rank has of `size` things in order; the first ranks have one more if need be."""
-    least, more = divmod(size, ranks)
-    return rank * least + min(rank, more), least + (rank < more)
-
-
 def keep_rows(linear: nn.Linear, first: int, count: int) -> None:
     """Of the outputs, [first, first + count) only. The rest of the weight is given back."""
     linear.out_features = count

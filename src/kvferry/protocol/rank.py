@@ -94,8 +94,13 @@ def _stage_of(layers: int, pp_rank: int, pp_size: int, stages: tuple[int, ...]) 
         if len(stages) != pp_size or sum(stages) != layers or min(stages) < 1:
             raise ValueError(f"stages are {stages}; wanted {pp_size} of at least 1 layer, {layers} layers in all")
         return sum(stages[:pp_rank]), stages[pp_rank]
-    least, more = divmod(layers, pp_size)
-    return pp_rank * least + min(pp_rank, more), least + (pp_rank < more)
+    return share(layers, pp_rank, pp_size)
+
+
+def share(size: int, rank: int, ranks: int) -> tuple[int, int]:
+    """(first, count) of what a rank has of `size` things in order; the first ranks have one more if need be."""
+    least, more = divmod(size, ranks)
+    return rank * least + min(rank, more), least + (rank < more)
 
 
 class Member(msgspec.Struct, frozen=True):

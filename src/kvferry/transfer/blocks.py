@@ -20,10 +20,6 @@ from kvferry.transfer.spans import no_spans
 
 Ints = NDArray[np.int64]
 
-#: One side of a packed stream: `length` bytes at `packed` of the stream are those at `offset` of region `region`.
-PACK_DTYPE = np.dtype([("region", np.int32), ("offset", np.int64), ("packed", np.int64), ("length", np.int64)])
-PackList = NDArray[np.void]
-
 
 @dataclass(frozen=True, eq=False)
 class Columns:
@@ -68,9 +64,37 @@ class Runs:
 
 
 @dataclass(frozen=True, eq=False)
+class Side:
+    """One side of a block: of `Columns` the first four, of `Runs` the others."""
+
+    region: NDArray[np.int32] | Ints
+    start: Ints
+    stride: Ints
+    width: Ints
+    at: Ints
+    count: Ints
+
+
+@dataclass(frozen=True, eq=False)
 class Block:
     columns: Columns
     runs: Runs
+
+    @property
+    def source(self) -> Side:
+        columns, runs = self.columns, self.runs
+        return Side(
+            columns.source_region, columns.source_start, columns.source_stride, columns.width,
+            runs.source_at, runs.count,
+        )  # fmt: skip
+
+    @property
+    def target(self) -> Side:
+        columns, runs = self.columns, self.runs
+        return Side(
+            columns.target_region, columns.target_start, columns.target_stride, columns.width,
+            runs.target_at, runs.count,
+        )  # fmt: skip
 
     @property
     def sliced(self) -> bool:
@@ -99,21 +123,3 @@ def spans_of(blocks: Sequence[Block]) -> Spans:
     """The span table of all blocks, in their order."""
     tables = [block.spans() for block in blocks]
     return np.concatenate(tables) if len(tables) > 1 else tables[0] if tables else no_spans()
-
-
-def gather_list(spans: Spans) -> PackList:
-    """Where the source takes the bytes of the packed stream from, PACK_DTYPE [spans]."""
-    return _pack_list(spans, "source")
-
-
-def scatter_list(spans: Spans) -> PackList:
-    """Where the target puts them, PACK_DTYPE [spans]."""
-    return _pack_list(spans, "target")
-
-
-def _pack_list(spans: Spans, side: str) -> PackList:
-    packed = np.empty(len(spans), dtype=PACK_DTYPE)
-    packed["region"], packed["offset"] = spans[f"{side}_region"], spans[f"{side}_offset"]
-    packed["length"] = spans["length"]
-    packed["packed"] = np.cumsum(spans["length"]) - spans["length"]
-    return packed

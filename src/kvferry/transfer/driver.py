@@ -40,11 +40,6 @@ W = TypeVar("W", bound=Write)
 A = TypeVar("A", bound=Agent)
 
 
-def agent_name(incarnation: int, generation: int) -> str:
-    """A replaced process has another name, so nothing that is meant for one ever reaches the other."""
-    return f"kvferry-{incarnation:016x}-{generation}"
-
-
 def describe(error: BaseException) -> str:
     """Name and text of an error, for `WriteResult.error`."""
     return f"{type(error).__name__}: {error}"

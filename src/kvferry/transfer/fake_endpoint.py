@@ -10,7 +10,6 @@ from kvferry.transfer.contract import (
     Descriptor,
     OnNotify,
     Peer,
-    Proofs,
     Region,
     Revoked,
     Spans,
@@ -22,6 +21,7 @@ from kvferry.transfer.contract import (
 from kvferry.transfer.lane import Lane
 from kvferry.transfer.spans import check_spans, split, total_bytes
 from kvferry.transfer.work import Work, spans_in
+from kvferry.transfer.write import Write
 
 if TYPE_CHECKING:
     from kvferry.transfer.fake import FakeFabric
@@ -52,16 +52,8 @@ class FakePeer:
         return self._descriptor
 
 
-class FakeWrite:
-    def __init__(self, spans: Spans, on_end: Callable[[WriteResult], None], called_s: float) -> None:
-        self.result: WriteResult | None = None
-        self.spans = spans
-        self.on_end = on_end
-        self.flushed_bytes = self.descriptors = 0
-        self.called_s = called_s
-        self.first_post_s: float | None = None
-        self.cancelled = False
-        self.ending = False
+class FakeWrite(Write):
+    ending = False  # its owner has been told, or will be in the loop's next turn
 
 
 class FakeEndpoint:
@@ -93,10 +85,6 @@ class FakeEndpoint:
         return BACKEND
 
     @property
-    def proofs(self) -> Proofs:
-        return self.fabric.proofs
-
-    @property
     def regions(self) -> tuple[Region, ...]:
         return self._regions
 
@@ -109,8 +97,9 @@ class FakeEndpoint:
         self._check_open()
         agent = self._writers.get(writer)
         if agent is None:
+            name, proofs = self._next_name(), self.fabric.proofs
             descriptor = Descriptor(
-                BACKEND, self._next_name(), self._incarnation, self._generation, b"", self._regions, self.proofs
+                BACKEND, name, self._incarnation, self._generation, b"", self._regions, proofs
             )  # fmt: skip
             agent = self._writers[writer] = FakeAgent(self, writer, descriptor)
             self.fabric.add(agent)
@@ -261,15 +250,7 @@ class FakeEndpoint:
         if write.ending:
             return
         write.ending = True
-        first_s, posted = write.first_post_s, write.descriptors or None
-        wire_s = None if first_s is None else self.fabric.now_s() - first_s
-        wait_s = None if first_s is None else first_s - write.called_s
-        result = WriteResult(outcome, write.flushed_bytes, wire_s, error, wait_s, posted)
-        self.fabric.loop.call_soon(self._tell, write, result)
-
-    def _tell(self, write: FakeWrite, result: WriteResult) -> None:
-        write.result = result
-        write.on_end(result)
+        write.end(outcome, error, self.fabric.now_s(), self.fabric.loop.call_soon)
 
     def _next_name(self) -> str:
         self._generation += 1

@@ -27,21 +27,19 @@ from kvferry.transfer.contract import (
 from kvferry.transfer.copying import copier
 from kvferry.transfer.local_door import Door, Hello, LocalMetadata, decode_metadata, knock, note
 from kvferry.transfer.local_peer import Copyist, LocalPeer, LocalWrite
+from kvferry.transfer.names import agent_name, check_descriptor, is_agent_of
 from kvferry.transfer.shared import Area, outside
 from kvferry.transfer.spans import check_spans
 from kvferry.transfer.work import Work, spans_in
 
 BACKEND = "local"
+#: Of its agents' names.
+_KIND = "kvferry-local"
 
 #: A stopped writer copies on when it continues, whatever we have done meanwhile: revoking proves nothing.
 PROOFS = Proofs(drained=True, exited=True, revoked=False)
 
 _log = logging.getLogger(__name__)
-
-
-def agent_name(incarnation: int, generation: int) -> str:
-    """Of both kinds of agents; a replaced process has other ones."""
-    return f"kvferry-local-{incarnation:016x}-{generation}"
 
 
 class LocalEndpoint:
@@ -63,7 +61,7 @@ class LocalEndpoint:
         batch_bytes: int = 8 * 1024 * 1024,
         max_agents: int = 256,
     ) -> None:
-        self._name = f"kvferry-local-{incarnation:016x}"
+        self._name = f"{_KIND}-{incarnation:016x}"
         if areas and (index := outside(regions, [(area.base, area.size_bytes) for area in areas])) is not None:
             raise TransferError(f"{self._name}: region {index} does not lie in memory that can be shared")
         self._regions, self._areas, self._incarnation = regions, tuple(areas), incarnation
@@ -88,10 +86,6 @@ class LocalEndpoint:
     @property
     def backend(self) -> str:
         return BACKEND
-
-    @property
-    def proofs(self) -> Proofs:
-        return PROOFS
 
     @property
     def regions(self) -> tuple[Region, ...]:
@@ -123,7 +117,7 @@ class LocalEndpoint:
         known = self._accepted.get(hello.writer)
         if known is None or known.agent != hello.agent:
             return f"{hello.agent} is not the agent of {hello.writer:016x} here"
-        if not hello.name.startswith(agent_name(hello.writer, 0)[:-1]):
+        if not is_agent_of(hello.name, hello.writer, _KIND):
             return f"{hello.name} is no agent of {hello.writer:016x}"
         return ""
 
@@ -132,15 +126,7 @@ class LocalEndpoint:
     async def connect(self, descriptor: Descriptor) -> Peer:
         self._check_open()
         name = descriptor.agent
-        if descriptor.backend != BACKEND:
-            raise TransferError(f"{name}: backend is {descriptor.backend!r} there, {BACKEND!r} here")
-        if name != agent_name(descriptor.incarnation, descriptor.generation):
-            raise TransferError(
-                f"agent {name!r} does not belong to incarnation {descriptor.incarnation:016x}, "
-                f"generation {descriptor.generation}"
-            )
-        if descriptor.incarnation == self._incarnation:
-            raise TransferError(f"{self._name}: can't connect to itself")
+        check_descriptor(descriptor, BACKEND, self._incarnation, _KIND)
         if (known := self._peers.get(name)) is not None:
             return self._same(known, descriptor)
         metadata = decode_metadata(descriptor)
@@ -264,7 +250,7 @@ class LocalEndpoint:
 
     def _next_name(self) -> str:
         self._generation += 1
-        return agent_name(self._incarnation, self._generation)
+        return agent_name(self._incarnation, self._generation, _KIND)
 
     def _check_room(self) -> None:
         live = len(self._accepted) + len(self._peers) + len(self._connecting)

@@ -68,13 +68,6 @@ _hello = msgspec.msgpack.Decoder(Hello)
 _welcome = msgspec.msgpack.Decoder(Welcome)
 
 
-class Guest:
-    """A writer's connection, once it has said what it comes for."""
-
-    def __init__(self, connection: socket.socket, hello: Hello) -> None:
-        self.connection, self.hello = connection, hello
-
-
 class Door:
     """The target's side. `admit(hello)` says why not ("" = come in); `on_note(name, payload)` gets notifications."""
 
@@ -88,7 +81,7 @@ class Door:
     ) -> None:
         """Raises OSError when there can be no socket."""
         self._areas, self._loop, self._admit, self._on_note = areas, loop, admit, on_note
-        self._guests: dict[socket.socket, Guest | None] = {}  # None: it has not said yet what it comes for
+        self._guests: dict[socket.socket, Hello | None] = {}  # None: it has not said yet what it comes for
         name = b"\0kvferry-%016x-%d" % (incarnation, os.getpid())
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         try:
@@ -108,9 +101,9 @@ class Door:
 
     def turn_out(self, agent: str) -> None:
         """Everybody who came for that agent."""
-        for guest in list(self._guests.values()):
-            if guest is not None and guest.hello.agent == agent:
-                self._drop(guest.connection)
+        for connection, hello in list(self._guests.items()):
+            if hello is not None and hello.agent == agent:
+                self._drop(connection)
 
     def close(self) -> None:
         self._closed = True
@@ -140,13 +133,13 @@ class Door:
             if not packet:
                 self._drop(connection)
                 return
-            guest = self._guests[connection]
-            if guest is None:
+            hello = self._guests[connection]
+            if hello is None:
                 if not self._greet(connection, packet):
                     self._drop(connection)
                     return
             elif packet[:1] == _NOTE:
-                self._on_note(guest.hello.name, packet[1:])
+                self._on_note(hello.name, packet[1:])
 
     def _greet(self, connection: socket.socket, packet: bytes) -> bool:
         pid, uid = credentials(connection)
@@ -165,7 +158,7 @@ class Door:
         if error or hello is None:
             _log.warning("process %d may not write here: %s", pid, error)
             return False
-        self._guests[connection] = Guest(connection, hello)
+        self._guests[connection] = hello
         return True
 
     def _drop(self, connection: socket.socket) -> None:

@@ -22,6 +22,7 @@ from kvferry.transfer.contract import Descriptor, Region, Spans, WriteOutcome, W
 from kvferry.transfer.copying import Copy
 from kvferry.transfer.shared import Window
 from kvferry.transfer.spans import addresses, cut
+from kvferry.transfer.write import Write
 
 #: What one peer's turn copies at most.
 TURN_BYTES = 32 * 1024 * 1024
@@ -29,22 +30,19 @@ TURN_BYTES = 32 * 1024 * 1024
 _log = logging.getLogger(__name__)
 
 
-class LocalWrite:
-    """One write. `result` belongs to the endpoint's loop, `stop` and `cancelled` to both, the rest to the thread."""
+class LocalWrite(Write):
+    """`stop` and `cancelled` belong to the loop and the thread both. `descriptors` are the spans that lie there."""
 
     def __init__(self, spans: Spans, on_end: Callable[[WriteResult], None], called_s: float) -> None:
-        self.result: WriteResult | None = None
-        self.spans, self.on_end, self.called_s = spans, on_end, called_s
+        super().__init__(spans, on_end, called_s)
         self.stop = ctypes.c_int32(0)
-        self.cancelled = False
-        self.first_post_s: float | None = None
         self.columns: tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.int64]] | None = None
         self.ends: NDArray[np.int64] = np.empty(0, np.int64)  # bytes up to and with each span
-        self.next = 0
 
-    @property
-    def flushed_bytes(self) -> int:
-        return int(self.ends[self.next - 1]) if self.next else 0
+    def placed(self, spans: int) -> None:
+        """So many more of them."""
+        self.descriptors += spans
+        self.flushed_bytes = int(self.ends[self.descriptors - 1]) if self.descriptors else 0
 
 
 class LocalPeer:
@@ -166,7 +164,7 @@ class Copyist:
             peer.end(f"{type(error).__name__}: {error}")
         finally:
             peer.current = None
-        if write.columns is not None and write.next == len(write.ends):
+        if write.columns is not None and write.descriptors == len(write.ends):
             outcome = WriteOutcome.FLUSHED
         elif peer.broken:
             outcome = WriteOutcome.BROKEN
@@ -184,12 +182,12 @@ class Copyist:
         peer.current = write
         if peer.broken:  # since the caller looked: whoever says so looks at `current` afterwards
             return
-        first = write.next
+        first = write.descriptors
         after = int(np.searchsorted(write.ends, write.flushed_bytes + TURN_BYTES, side="right"))
         part = slice(first, max(after, first + 1))
         to, source, size = write.columns
         if len(size):
-            write.next += self._copy(to[part], source[part], size[part], write.stop)
+            write.placed(self._copy(to[part], source[part], size[part], write.stop))
 
     def _prepare(self, peer: LocalPeer, write: LocalWrite) -> None:
         """Addresses of the whole write; a span above the bound is cut, so that a stop is never far away."""
@@ -203,16 +201,5 @@ class Copyist:
         )
 
     def _end(self, write: LocalWrite, outcome: WriteOutcome, error: str = "") -> None:
-        began_s = write.first_post_s
-        if began_s is None:
-            result = WriteResult(outcome, 0, None, error)
-        else:
-            wire_s, wait_s = self._now_s() - began_s, began_s - write.called_s
-            result = WriteResult(outcome, write.flushed_bytes, wire_s, error, wait_s, write.next)
         write.columns = None
-
-        def ended() -> None:
-            write.result = result
-            write.on_end(result)
-
-        self._deliver(ended)
+        write.end(outcome, error, self._now_s(), self._deliver)

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from numpy.typing import ArrayLike
 
-from kvferry.transfer.blocks import Block, gather_list, scatter_list, spans_of
+from kvferry.transfer.blocks import Block, spans_of
 from kvferry.transfer.chunk import Chunk, cp_range
 from kvferry.transfer.contract import Spans
 from kvferry.transfer.cost import Costs, Estimate, estimate
@@ -24,8 +24,8 @@ from kvferry.transfer.row_plan import Slots, row_blocks, state_blocks
 from kvferry.transfer.spans import split, total_bytes
 
 __all__ = [
-    "Block", "Chunk", "Costs", "Estimate", "Held", "Pairing", "Plan", "cp_range", "gather_list",
-    "pair", "pair_common", "plan", "plan_pages", "plan_row", "scatter_list", "split", "total_bytes",
+    "Block", "Chunk", "Costs", "Estimate", "Held", "Pairing", "Plan", "cp_range",
+    "pair", "pair_common", "plan", "plan_pages", "plan_row", "split", "total_bytes",
 ]  # fmt: skip
 
 _DEFAULT_COSTS = Costs()

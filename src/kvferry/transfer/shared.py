@@ -10,12 +10,12 @@ import fcntl
 import mmap
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
 from kvferry.transfer.contract import Region, TransferError
+from kvferry.transfer.huge_pages import preferred
 
 #: What keeps the memory as long as it is, for everybody and for good.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -77,9 +77,7 @@ class Window:
 
 
 def _mapped(fd: int, size_bytes: int) -> tuple[mmap.mmap, int]:
-    buffer = mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED)
-    with suppress(OSError):  # a kernel without huge pages says EINVAL; small pages do as well
-        buffer.madvise(mmap.MADV_HUGEPAGE)
+    buffer = preferred(mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED))
     return buffer, int(np.frombuffer(buffer, np.uint8).ctypes.data)
 
 

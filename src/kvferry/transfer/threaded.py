@@ -22,7 +22,8 @@ from kvferry.transfer.contract import (
     WriteHandle,
     WriteResult,
 )
-from kvferry.transfer.driver import Driver, DriverParts, agent_name
+from kvferry.transfer.driver import Driver, DriverParts
+from kvferry.transfer.names import check_descriptor
 from kvferry.transfer.spans import check_spans
 from kvferry.transfer.work import Work, spans_in
 from kvferry.transfer.write import Write
@@ -119,15 +120,7 @@ class ThreadedEndpoint(Generic[P, W]):
 
     async def connect(self, descriptor: Descriptor) -> Peer:
         self._check_open()
-        if descriptor.backend != self._backend:
-            raise TransferError(f"{descriptor.agent}: backend is {descriptor.backend!r} there, {self._backend!r} here")
-        if descriptor.agent != agent_name(descriptor.incarnation, descriptor.generation):
-            raise TransferError(
-                f"agent {descriptor.agent!r} does not belong to incarnation {descriptor.incarnation:016x}, "
-                f"generation {descriptor.generation}"
-            )
-        if descriptor.incarnation == self._incarnation:
-            raise TransferError(f"{self._name}: can't connect to itself")
+        check_descriptor(descriptor, self._backend, self._incarnation)
         connected: asyncio.Future[P] = self._loop.create_future()
         self._command(partial(self._driver.connect, descriptor, partial(_settle, connected)))
         return await connected

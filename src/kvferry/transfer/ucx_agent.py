@@ -22,7 +22,8 @@ import numpy as np
 
 from kvferry.transfer.contract import Descriptor, Proofs, Region, TransferError
 from kvferry.transfer.devices import device_of
-from kvferry.transfer.driver import agent_name, describe
+from kvferry.transfer.driver import describe
+from kvferry.transfer.names import agent_name
 from kvferry.transfer.spans import region_bytes
 
 BACKEND = "ucx"

@@ -17,7 +17,8 @@ from typing import Any, ClassVar
 import msgspec
 
 from kvferry.transfer.contract import Descriptor, TransferError
-from kvferry.transfer.driver import Driver, DriverParts, agent_name
+from kvferry.transfer.driver import Driver, DriverParts
+from kvferry.transfer.names import agent_name
 from kvferry.transfer.pack import RegionMemory
 from kvferry.transfer.ucxx_agent import BACKEND, PROOFS, UcxxAgent, make_context
 from kvferry.transfer.ucxx_source import UcxxPeer, UcxxWrite

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvferry.transfer.contract import Region, Spans, TransferError
-from kvferry.transfer.driver import agent_name
+from kvferry.transfer.names import is_agent_of
 from kvferry.transfer.pack import Bytes, RegionMemory
 from kvferry.transfer.spans import check_side, total_bytes
 from kvferry.transfer.ucxx_agent import UcxxAgent
@@ -105,7 +105,7 @@ class UcxxTarget:
 
     def _begin_session(self, generation: int, hello: Hello) -> None:
         self._end_session()
-        if not hello.agent.startswith(agent_name(self._writer, 0)[:-1]):
+        if not is_agent_of(hello.agent, self._writer):
             raise TransferError(f"it is for {self._writer:016x}, not for {hello.agent}")
         self.agent.open_peer(hello.address)
         self._session, self._sender = generation, hello.agent

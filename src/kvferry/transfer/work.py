@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kvferry.transfer.blocks import Block, Ints, spans_of
+from kvferry.transfer.blocks import Block, Side, spans_of
 from kvferry.transfer.contract import Region, Spans, TransferError
 from kvferry.transfer.spans import check_spans
 
@@ -26,43 +25,29 @@ def check_work(work: Work, source: Sequence[Region], target: Sequence[Region]) -
         check_spans(work, source, target)
         return
     for block in work:
-        columns, runs = block.columns, block.runs
-        check_slices(
-            "source", source, columns.source_region, columns.source_start, columns.source_stride, columns.width,
-            runs.source_at, runs.count,
-        )  # fmt: skip
-        check_slices(
-            "target", target, columns.target_region, columns.target_start, columns.target_stride, columns.width,
-            runs.target_at, runs.count,
-        )  # fmt: skip
+        check_slices("source", block.source, source)
+        check_slices("target", block.target, target)
 
 
-def check_slices(
-    side: str,
-    regions: Sequence[Region],
-    region: NDArray[np.int32] | Ints,
-    start: Ints,
-    stride: Ints,
-    width: Ints,
-    at: Ints,
-    count: Ints,
-) -> None:
-    """One side of a block, the parameters as in `Columns` and `Runs`. Raises TransferError, naming pair and values, for
-    one that is empty or does not lie in its region.
+def check_slices(name: str, side: Side, regions: Sequence[Region]) -> None:
+    """Of the side of that name. Raises TransferError, naming pair and values, for a slice that is empty or does not lie
+    in its region.
     """
-    if not len(count) or not len(width):
+    at, count = side.at, side.count
+    if not len(count) or not len(side.width):
         return
     if int(count.min()) < 1 or int(at.min()) < 0:
-        raise TransferError(f"{side}: a run of {count.min()} entries from {at.min()} on; the least is 1 from 0 on")
+        raise TransferError(f"{name}: a run of {count.min()} entries from {at.min()} on; the least is 1 from 0 on")
     # In Python's integers, which don't overflow whatever a peer says.
     last = max(first + entries for first, entries in zip(at.tolist(), count.tolist(), strict=True)) - 1
-    table = zip(region.tolist(), start.tolist(), stride.tolist(), width.tolist(), strict=True)
+    columns = side.region, side.start, side.stride, side.width
+    table = zip(*(column.tolist() for column in columns), strict=True)
     for pair, (index, first, step, length) in enumerate(table):
         if not 0 <= index < len(regions):
-            raise TransferError(f"pair {pair}: {side} region {index}; there are {len(regions)}")
+            raise TransferError(f"pair {pair}: {name} region {index}; there are {len(regions)}")
         size = regions[index].item_bytes * regions[index].items
         if first < 0 or step < 1 or length < 1 or first + step * last + length > size:
             raise TransferError(
-                f"pair {pair}: {side} region {index} has {size} bytes; entry {last} of {step} bytes, from byte {first} "
+                f"pair {pair}: {name} region {index} has {size} bytes; entry {last} of {step} bytes, from byte {first} "
                 f"on {length} bytes, lies outside"
             )

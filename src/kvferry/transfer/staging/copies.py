@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from kvferry.kernels.strided_copy import Slices, gather_slices, scatter_slices
-from kvferry.transfer.blocks import Ints
+from kvferry.transfer.blocks import Side
 from kvferry.transfer.contract import Region, RegionKind
+from kvferry.transfer.huge_pages import private
 
 _HUGE = 2 << 20
 
@@ -49,23 +48,15 @@ class Memory:
         self._scatter(self.staging[offset : offset + size_bytes], self._slices(side))
 
     def _slices(self, side: Side) -> Slices:
-        region, start, stride, width, at, count = side
-        areas = [self._areas[index] for index in region.tolist()]
-        return Slices(areas, start.tolist(), stride.tolist(), width.tolist(), at, count)
-
-
-#: One side of a piece, as in `Columns` and `Runs`: region, start, stride, width; at, count.
-Side = tuple[NDArray[np.int32] | Ints, Ints, Ints, Ints, Ints, Ints]
+        areas = [self._areas[index] for index in side.region.tolist()]
+        return Slices(areas, side.start.tolist(), side.stride.tolist(), side.width.tolist(), side.at, side.count)
 
 
 def host_memory(regions: Sequence[Region], staging_bytes: int) -> Memory:
     """For regions in this process's memory, which must stay mapped."""
     staging = torch.empty(0, dtype=torch.uint8)
     if staging_bytes:
-        # Huge pages where the kernel has them: it copies between processes page by page.
-        area = mmap.mmap(-1, -(-staging_bytes // _HUGE) * _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            area.madvise(mmap.MADV_HUGEPAGE)
+        area = private(-(-staging_bytes // _HUGE) * _HUGE)
         staging = torch.frombuffer(area, dtype=torch.uint8)[:staging_bytes]
         staging.fill_(0)  # now, so that no copy waits for the kernel to find its pages
     return Memory(regions, staging, host_area, gather_slices, scatter_slices)

@@ -7,7 +7,6 @@ many. Pieces in their order are the packed stream of the blocks.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,11 +18,8 @@ from kvferry.transfer.work import Blocks
 ALIGN = 64
 
 
-@dataclass(frozen=True, eq=False)
-class Piece:
-    columns: Columns
-    runs: Runs
-    size_bytes: int
+class Piece(Block):
+    """A block that fits."""
 
     @property
     def room_bytes(self) -> int:
@@ -52,7 +48,7 @@ def cut(blocks: Blocks, most_bytes: int) -> Iterator[Piece]:
         for at, width in enumerate(widths):
             if size + width > most_bytes:
                 if at > first:
-                    yield Piece(_some(block, first, at), block.runs, size)
+                    yield Piece(_some(block, first, at), block.runs)
                 first, size = at, 0
             if width > most_bytes:
                 yield from _parts(block, at, most_bytes)
@@ -60,7 +56,7 @@ def cut(blocks: Blocks, most_bytes: int) -> Iterator[Piece]:
             else:
                 size += width
         if size:
-            yield Piece(_some(block, first, len(widths)), block.runs, size)
+            yield Piece(_some(block, first, len(widths)), block.runs)
 
 
 def _some(block: Block, first: int, end: int) -> Columns:
@@ -73,12 +69,11 @@ def _some(block: Block, first: int, end: int) -> Columns:
 
 def _parts(block: Block, at: int, most_bytes: int) -> Iterator[Piece]:
     columns = _some(block, at, at + 1)
-    width = int(columns.width[0])
-    each, total = most_bytes // width, block.runs.entries
+    each, total = most_bytes // int(columns.width[0]), block.runs.entries
     ends = np.cumsum(block.runs.count)
     for first in range(0, total, each):
         end = min(first + each, total)
-        yield Piece(columns, _within(block.runs, ends, first, end), (end - first) * width)
+        yield Piece(columns, _within(block.runs, ends, first, end))
 
 
 def _within(runs: Runs, ends: np.ndarray[tuple[int], np.dtype[np.int64]], first: int, end: int) -> Runs:

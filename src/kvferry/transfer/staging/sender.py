@@ -95,11 +95,6 @@ class Sender:
 
     # --- memory ---
 
-    @staticmethod
-    def region_of(descriptor: Descriptor, lent: Lent) -> int:
-        """The number of the peer's staging memory among the regions that the endpoint within knows."""
-        return len(descriptor.regions)
-
     def place_of(self, slot: int) -> int:
         return slot * self.slot_bytes
 
@@ -123,12 +118,9 @@ class Sender:
                 self._asking.popleft()
 
     def gather(self, peer: StagedPeer, write: StagedWrite, piece: Piece, slot: int, on_done: OnDone) -> None:
-        columns, runs = piece.columns, piece.runs
-
         def copy() -> None:
             if not peer.broken and not write.cancelled:
-                side = (columns.source_region, columns.source_start, columns.source_stride, columns.width)
-                self._memory.gather((*side, runs.source_at, runs.count), self.place_of(slot), piece.size_bytes)
+                self._memory.gather(piece.source, self.place_of(slot), piece.size_bytes)
 
         self._worker.put(copy, on_done)
 

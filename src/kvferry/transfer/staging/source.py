@@ -30,6 +30,7 @@ from kvferry.transfer.spans import make_spans
 from kvferry.transfer.staging.pieces import Piece
 from kvferry.transfer.staging.ring import Ring, Room
 from kvferry.transfer.staging.wire import Lent, Scattered, encode, scatter
+from kvferry.transfer.write import Write
 
 if TYPE_CHECKING:
     from kvferry.transfer.staging.sender import Sender
@@ -37,26 +38,27 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class StagedWrite:
-    """`open` counts what has been begun and has not ended: pieces, and the write of what is not staged. It is posted
-    from the start of its first gathering on, and flushed when its last piece has been scattered.
+class StagedWrite(Write):
+    """`spans` are what goes straight. `open` counts what has been begun and has not ended: pieces, and the write of
+    those spans. It is posted from the start of its first gathering on, and flushed when its last piece has been
+    scattered.
     """
 
     def __init__(
-        self, peer: StagedPeer, pieces: Iterator[Piece], on_end: Callable[[WriteResult], None], called_s: float
+        self,
+        peer: StagedPeer,
+        spans: Spans,
+        pieces: Iterator[Piece],
+        on_end: Callable[[WriteResult], None],
+        called_s: float,
     ) -> None:
-        self.result: WriteResult | None = None
-        self.peer, self.on_end = peer, on_end
-        self.pieces = pieces
+        super().__init__(spans, on_end, called_s)
+        self.peer, self.pieces = peer, pieces
         self.next = next(pieces, None)
         self.waits = False  # the next piece has found no room, and has been counted
         self.straight: WriteHandle | None = None
         self.open = 0
-        self.size_bytes = self.descriptors = 0
-        self.called_s = called_s
-        self.first_post_s: float | None = None
         self.last_flush_s: float | None = None
-        self.cancelled = False
         self.cut_short = False  # something of it was not written
         self.broken = ""
         self.ended = False
@@ -96,7 +98,7 @@ class StagedPeer:
         self.gathered.set()
         self._sender, self._descriptor = sender, descriptor
         self._ring = Ring(lent.size_bytes)
-        self._place = sender.region_of(descriptor, lent)
+        self._ring_region = len(descriptor.regions)  # staging memory is the one behind the user's
         self._writes: deque[StagedWrite] = deque()
         self._announced: dict[int, tuple[StagedWrite, Piece, Room]] = {}
         self._numbers = 0
@@ -127,7 +129,7 @@ class StagedPeer:
 
     def write(self, straight: Spans, pieces: Iterator[Piece], on_end: Callable[[WriteResult], None]) -> StagedWrite:
         """Raises TransferError when the endpoint within refuses what is not staged."""
-        write = StagedWrite(self, pieces, on_end, self._sender.now_s())
+        write = StagedWrite(self, straight, pieces, on_end, self._sender.now_s())
         if self.broken:
             self._break(write, self.broken)
         elif len(straight) or write.next is None:
@@ -150,7 +152,7 @@ class StagedPeer:
 
     def _straight_ended(self, write: StagedWrite, result: WriteResult) -> None:
         write.open -= 1
-        write.size_bytes += result.size_bytes
+        write.flushed_bytes += result.size_bytes
         write.measure(result, self._sender.now_s())
         if result.outcome is not WriteOutcome.FLUSHED:
             write.cut_short = True
@@ -172,11 +174,8 @@ class StagedPeer:
         outcome = WriteOutcome.CANCELLED if write.cut_short else WriteOutcome.FLUSHED
         if write.broken:
             outcome = WriteOutcome.BROKEN
-        first_s, last_s, posted = write.first_post_s, write.last_flush_s, write.descriptors or None
-        wait_s = None if first_s is None else first_s - write.called_s
-        wire_s = None if first_s is None else (self._sender.now_s() if last_s is None else last_s) - first_s
-        result = WriteResult(outcome, write.size_bytes, wire_s, write.broken, wait_s, posted)
-        self._sender.loop.call_soon(_tell, write, result)
+        ended_s = self._sender.now_s() if write.last_flush_s is None else write.last_flush_s
+        write.end(outcome, write.broken, ended_s, self._sender.loop.call_soon)
 
     # --- pieces ---
 
@@ -220,7 +219,7 @@ class StagedPeer:
             self._void(write, room, slot)
             return
         spans = make_spans(
-            self._sender.staging_region, self._place, self._sender.place_of(slot), self.lent.offset + room.offset,
+            self._sender.staging_region, self._ring_region, self._sender.place_of(slot), self.lent.offset + room.offset,
             piece.size_bytes,
         )  # fmt: skip
         try:
@@ -270,7 +269,7 @@ class StagedPeer:
             write.cut_short = True
             self.end(f"{self._descriptor.agent}: {message.error}")
         else:
-            write.size_bytes += piece.size_bytes
+            write.flushed_bytes += piece.size_bytes
             write.last_flush_s = self._sender.now_s()
             self._sender.counts["pieces staged"] += 1
             self._sender.counts["staged bytes"] += piece.size_bytes
@@ -282,7 +281,7 @@ class StagedPeer:
     def try_path(self) -> None:
         """Write a word beside the ring: a path that has ended says so."""
         sender, region = self._sender, self._sender.staging_region
-        spans = make_spans(region, self._place, sender.scratch, self.lent.offset + self.lent.size_bytes, [8])
+        spans = make_spans(region, self._ring_region, sender.scratch, self.lent.offset + self.lent.size_bytes, [8])
         self._posted += 1
         try:
             sender.inner.write(self.inner, spans, self._tried)
@@ -322,8 +321,3 @@ class StagedPeer:
     def _break(write: StagedWrite, why: str) -> None:
         write.drop()
         write.broken = why
-
-
-def _tell(write: StagedWrite, result: WriteResult) -> None:
-    write.result = result
-    write.on_end(result)

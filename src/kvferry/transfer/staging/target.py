@@ -14,9 +14,10 @@ from collections import Counter
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
 
+from kvferry.transfer.blocks import Side
 from kvferry.transfer.contract import Descriptor, Endpoint, Peer, Region, Revoked, TransferError, decode_descriptor
-from kvferry.transfer.staging.copies import Memory, Side
-from kvferry.transfer.staging.wire import Hello, Ready, Scatter, Scattered, encode, unpack
+from kvferry.transfer.staging.copies import Memory
+from kvferry.transfer.staging.wire import Hello, Ready, Scatter, Scattered, encode, side_in
 from kvferry.transfer.staging.worker import Worker
 from kvferry.transfer.work import check_slices
 
@@ -178,18 +179,15 @@ class Rings:
 
     def _side(self, message: Scatter) -> Side:
         """Raises TransferError for what lies outside the ring or a region."""
-        pairs, runs = message.pairs, message.runs
-        region, start = unpack(message.region, pairs), unpack(message.start, pairs)
-        stride, width = unpack(message.stride, pairs), unpack(message.width, pairs)
-        at, count = unpack(message.at, runs), unpack(message.count, runs)
-        check_slices("target", self._regions, region, start, stride, width, at, count)
-        size = sum(width.tolist()) * sum(count.tolist())
+        side = side_in(message)
+        check_slices("target", side, self._regions)
+        size = sum(side.width.tolist()) * sum(side.count.tolist())
         if size != message.size_bytes or message.offset + size > self._ring_bytes:
             raise TransferError(
                 f"piece {message.number}: slices of {size} bytes from {message.size_bytes} at {message.offset} of a "
                 f"ring of {self._ring_bytes}"
             )
-        return region, start, stride, width, at, count
+        return side
 
     def _answer(self, lease: Lease, message: Scatter, error: str) -> None:
         if not lease.open or lease.session != message.session or lease.back is None:

@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import Meta
 from msgspec.structs import replace
 
-from kvferry.transfer.blocks import Ints
+from kvferry.transfer.blocks import Ints, Side
 from kvferry.transfer.contract import Descriptor, Region, TransferError
 from kvferry.transfer.staging.pieces import Piece
 
@@ -122,12 +122,24 @@ def unwrap(outer: Descriptor, backend: str) -> tuple[Descriptor, Lent]:
 
 
 def scatter(piece: Piece, generation: int, session: int, number: int, offset: int) -> Scatter:
-    columns, runs = piece.columns, piece.runs
+    side = piece.target
     return Scatter(
-        generation, session, number, offset, piece.size_bytes, len(columns), len(runs),
-        pack(columns.target_region), pack(columns.target_start), pack(columns.target_stride), pack(columns.width),
-        pack(runs.target_at), pack(runs.count),
+        generation, session, number, offset, piece.size_bytes, len(piece.columns), len(piece.runs),
+        pack(side.region), pack(side.start), pack(side.stride), pack(side.width), pack(side.at), pack(side.count),
     )  # fmt: skip
+
+
+def side_in(message: Scatter) -> Side:
+    """The target side that it names. Raises TransferError for columns of another length."""
+    pairs, runs = message.pairs, message.runs
+    return Side(
+        region=unpack(message.region, pairs),
+        start=unpack(message.start, pairs),
+        stride=unpack(message.stride, pairs),
+        width=unpack(message.width, pairs),
+        at=unpack(message.at, runs),
+        count=unpack(message.count, runs),
+    )
 
 
 def pack(numbers: np.ndarray[tuple[int], np.dtype[np.int64]] | np.ndarray[tuple[int], np.dtype[np.int32]]) -> Numbers:

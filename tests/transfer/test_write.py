@@ -1,4 +1,4 @@
-"""What backends with a thread of their own share: what a write's end says of it."""
+"""What every backend says of a write when it ends."""
 
 from kvferry.transfer.contract import WriteOutcome, WriteResult
 from kvferry.transfer.spans import make_spans
