@@ -17,7 +17,7 @@ from kvferry.actors.load import LoadReports
 from kvferry.actors.outbox import TokenOutbox
 from kvferry.actors.parts import Parts
 from kvferry.actors.ports import LostReason
-from kvferry.actors.ranks.rank import Rank, RankReplaced
+from kvferry.actors.ranks.rank import PROGRESS_EVERY_S, Rank, RankReplaced
 from kvferry.actors.ranks.team import Team
 from kvferry.engine.contract import StepPlan, StepResult
 from kvferry.memory.ledger import PageLedger
@@ -39,8 +39,6 @@ from kvferry.protocol.messages import (
     UnknownRoom,
     Watch,
 )
-
-PROGRESS_EVERY_S = 1.0
 
 R = TypeVar("R", bound=LegRoom)
 

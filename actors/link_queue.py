@@ -36,6 +36,17 @@ class Link:
     def peer(self) -> Address:
         return self.session.peer
 
+    def next_deadline_s(self) -> float:
+        """When something must be done for it; `inf`: nothing waits for a time."""
+        due_s = self.session.next_tick_s
+        if due_s is None:
+            due_s = math.inf
+        if self.redial_at_s is not None and self.redial_at_s < due_s:
+            due_s = self.redial_at_s
+        if self.refused_at_s is not None and self.refused_at_s < due_s:
+            due_s = self.refused_at_s
+        return due_s
+
 
 @dataclass(frozen=True)
 class Exited:

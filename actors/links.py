@@ -1,7 +1,7 @@
 """The links of one process: `kvferry.actors.ports.Network` over a carrier.
 
 It owns the sessions, by incarnation, and decides what a session can't: which session a frame belongs to, when a
-broken path is dialled again, and what the kernel knows of a peer. One timer, set for the next deadline, serves all
+broken path is dialled again, and what the kernel knows of a peer. One alarm, set for the next deadline, serves all
 sessions: an idle process sleeps from heartbeat to heartbeat.
 
 A path that breaks does not end a session: the path is dialled again, and *refused* does, unless the peer lives on
@@ -15,11 +15,12 @@ import logging
 import math
 from collections import Counter
 
+from kvferry.actors.alarm import Alarm
 from kvferry.actors.carrier import Carrier, Path, PidWatch
 from kvferry.actors.complaints import Complaints
 from kvferry.actors.exits import Exits
 from kvferry.actors.link_queue import Exited, Failure, Link, LinkQueue
-from kvferry.actors.ports import Clock, LinkHandler, Random, Timer
+from kvferry.actors.ports import Clock, LinkHandler, Random
 from kvferry.actors.settings import LinkSettings
 from kvferry.protocol.address import Address
 from kvferry.protocol.errors import IllegalEvent
@@ -30,8 +31,6 @@ from kvferry.protocol.messages import BadFrame, Message, encode
 
 log = logging.getLogger("kvferry.links")
 
-#: The least time between two timer runs, so that a deadline lost in rounding can't spin the loop.
-TICK_FLOOR_S = 0.001
 #: Sessions of this process at once. Only members of the cluster can open any, and no cluster has so many processes.
 MAX_LINKS = 4096
 #: Incarnations whose count of dials is remembered, to tell a late Hello from a new one.
@@ -58,8 +57,7 @@ class LinkLayer:
         self._dials_heard: dict[int, int] = {}
         self._queue = LinkQueue(self.counts, self._complain, self._mailbox_full)
         self._dirty: dict[int, Link] = {}
-        self._timer: Timer | None = None
-        self._timer_at_s = math.inf
+        self._alarm = Alarm(clock, self._run_timers)
         self._closed = False
 
     # --- Network --------------------------------------------------------------------------------------------
@@ -76,7 +74,8 @@ class LinkLayer:
         self._carrier.start(self)
 
     def dial(self, address: Address) -> None:
-        self._check_started("dial")
+        if self._queue.handler is None or self._closed:
+            raise IllegalEvent(f"dial: the links of {self._address.name} are not started, or are closed")
         if address.incarnation == self._address.incarnation:
             raise IllegalEvent(f"dial: {address.name} is this process itself")
         if address.incarnation in self._links:
@@ -86,8 +85,7 @@ class LinkLayer:
             return
         self._dials += 1
         session_id, now_s = self._random.bits(64), self._clock.now_s()
-        session = LinkSession.dial(session_id, self._address, address, self._dials, self._limits, now_s)
-        link = Link(session)
+        link = Link(LinkSession.dial(session_id, self._address, address, self._dials, self._limits, now_s))
         self._add(link)
         self._connect(link, now_s)
         self._touch(link)
@@ -122,7 +120,7 @@ class LinkLayer:
         if self._closed:
             return
         self._closed = True
-        self._set_timer(math.inf)
+        self._alarm.close()
         for link in list(self._links.values()):
             link.dropped = True
             self._end(link, Ending.CLOSED)
@@ -316,10 +314,6 @@ class LinkLayer:
             for frame in link.session.collect(self._clock.now_s()):
                 self._carrier.send(link.path, encode_frame(frame))
 
-    def _check_started(self, what: str) -> None:
-        if self._queue.handler is None or self._closed:
-            raise IllegalEvent(f"{what}: the links of {self._address.name} are not started, or are closed")
-
     def _mailbox_full(self, link: Link) -> None:
         link.dropped = True
         self._end(link, Ending.OVERFLOW)
@@ -328,30 +322,13 @@ class LinkLayer:
 
     def _plan(self, link: Link) -> None:
         """Have the link's next deadline met. One that has moved away is found to have moved when its time comes."""
-        due_s = link.session.next_tick_s
-        if due_s is None:
-            due_s = math.inf
-        if link.redial_at_s is not None and link.redial_at_s < due_s:
-            due_s = link.redial_at_s
-        if link.refused_at_s is not None and link.refused_at_s < due_s:
-            due_s = link.refused_at_s
-        link.due_s = due_s
-        if due_s < self._timer_at_s and not self._closed:
-            self._set_timer(due_s)
+        link.due_s = link.next_deadline_s()
+        self._alarm.by(link.due_s)
 
     def _look_soon(self) -> None:
-        self._set_timer(min(self._timer_at_s, self._clock.now_s() + self._settings.resend_s / 4))
-
-    def _set_timer(self, at_s: float) -> None:
-        """The next run; `inf`: none."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer, self._timer_at_s = None, at_s
-        if at_s < math.inf and not self._closed:
-            self._timer = self._clock.call_later(max(TICK_FLOOR_S, at_s - self._clock.now_s()), self._run_timers)
+        self._alarm.by(self._clock.now_s() + self._settings.resend_s / 4)
 
     def _run_timers(self) -> None:
-        self._timer, self._timer_at_s = None, math.inf
         now_s = self._clock.now_s()
         self._exits.look_again()
         for link in [link for link in self._links.values() if link.due_s <= now_s]:
@@ -360,9 +337,7 @@ class LinkLayer:
                 self._tick(link, now_s)
             except Exception as error:  # noqa: BLE001 - the actor's to raise; the timers of the others go on
                 self._queue.put(Failure(error), link.peer, link)
-        next_s = min((link.due_s for link in self._links.values()), default=math.inf)
-        if next_s < self._timer_at_s:
-            self._set_timer(next_s)
+        self._alarm.by(min((link.due_s for link in self._links.values()), default=math.inf))
 
     def _tick(self, link: Link, now_s: float) -> None:
         if link.refused_at_s is not None and now_s >= link.refused_at_s:

@@ -13,12 +13,11 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Awaitable, Iterable, Mapping
-from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Protocol
 
 from kvferry.actors.bootstrap.ranks import group_size
 from kvferry.actors.leaving import HAND_OVER_S
+from kvferry.actors.member import Member, Phase, who_goes_first
 from kvferry.actors.membership import REGISTRY
 from kvferry.actors.ports import Clock
 from kvferry.actors.reaper import Reaper
@@ -33,14 +32,6 @@ LIMITS: dict[str, tuple[int, int]] = {"prefill": (0, 64), "decode": (0, 64), "un
 SOON_S, LATER_S = 0.2, 1.0
 #: Members that have left and are still told of.
 DEPARTED_KEPT = 64
-
-
-class Phase(Enum):
-    PLACING = "placing"  # there is no room for it yet
-    STARTING = "starting"  # its process starts, or starts again
-    REGISTERED = "registered"
-    DRAINING = "draining"
-    LEFT = "left"
 
 
 class Hosting(Protocol):
@@ -59,22 +50,6 @@ class Hosting(Protocol):
     async def call(self, name: str, method: str, *args: Any) -> Any: ...
     async def leave(self, name: str) -> dict[str, Any]: ...
     async def remove(self, name: str) -> bool: ...
-
-
-@dataclass
-class Member:
-    """`detail` says what it waits for. `going` is never taken back."""
-
-    role: str
-    name: str
-    number: int
-    phase: Phase = Phase.PLACING
-    since_s: float = 0.0
-    detail: str = ""
-    rooms: int = 0
-    going: bool = False
-    pages: dict[str, int] | None = None  # as recounted when it left
-    handed_over: int = 0
 
 
 def check_wanted(wanted: object) -> dict[str, int]:
@@ -123,6 +98,7 @@ class Pools:
         """For `kvferry scale`: `done` when every role has what is wanted and nobody is leaving. `killed`: how often a
         process of each name was ended by the `Reaper`.
         """
+        now_s = self._clock.now_s()
         left = [member for version, member in self.departed if version == self.version]
         roles = {}
         for role, wanted in self.wanted.items():
@@ -134,8 +110,8 @@ class Pools:
             "wanted": dict(self.wanted),
             "roles": roles,
             "missing": self._shortfalls(),
-            "instances": [self._row(member) for member in self.members.values()],
-            "left": [self._row(member) for member in left],
+            "instances": [member.as_object(now_s) for member in self.members.values()],
+            "left": [member.as_object(now_s) for member in left],
             "killed": dict(self._reaper.killed),
         }
 
@@ -179,9 +155,7 @@ class Pools:
                 self._enter(member, Phase.REGISTERED if member.name in here else Phase.STARTING)
 
     async def _balance(self) -> None:
-        """Add what is missing; tell who is too many to go: first who serves nobody yet, then the least loaded, then the
-        newest.
-        """
+        """Add what is missing; tell who is too many to go."""
         for role in self.wanted:
             staying = [m for m in self._of(role) if not m.going]
             for _ in range(self.wanted[role] - len(staying)):
@@ -194,7 +168,7 @@ class Pools:
                 member.rooms = (states.get(member.name) or {}).get("rooms", 0)
             # Numbers may have been changed while we asked.
             excess = max(0, len(staying) - self.wanted[role])
-            for member in sorted(staying, key=_who_goes_first)[:excess]:
+            for member in sorted(staying, key=who_goes_first)[:excess]:
                 member.going = True
                 self._wake()
 
@@ -296,15 +270,6 @@ class Pools:
                 lines.append(f"{role}: {wanted} wanted, {placed} placed; {whats}")
         return lines + [line for line in self._missing if "could not start" in line]
 
-    def _row(self, member: Member) -> dict[str, Any]:
-        row: dict[str, Any] = {
-            "name": member.name, "role": member.role, "phase": member.phase.value,
-            "for_s": round(self._clock.now_s() - member.since_s, 3), "detail": member.detail,
-        }  # fmt: skip
-        if member.phase is Phase.LEFT:
-            row |= {"pages": member.pages, "handed_over": member.handed_over}
-        return row
-
     def _wake(self) -> None:
         self._woken.set()
         self._woken = asyncio.Event()
@@ -337,11 +302,6 @@ def _complete(roster: Roster) -> set[str]:
     other ranks are there."""
     ranks = Counter(rank.instance for rank in roster.ranks)
     return {rank.instance for rank in roster.ranks if ranks[rank.instance] >= group_size(rank)}
-
-
-def _who_goes_first(member: Member) -> tuple[int, int, int]:
-    order = (Phase.PLACING, Phase.STARTING, Phase.REGISTERED)
-    return order.index(member.phase), member.rooms, -member.number
 
 
 def routers_of(progress: Mapping[str, Any]) -> list[str]:

@@ -89,7 +89,7 @@ class Stage:
         tasks = {name: process.task for name, process in processes.items()}
         ended = {name: task for name, task in tasks.items() if task.done() and not task.cancelled()}
         found = [f"{name} ended: {task.exception()!r}" for name, task in ended.items()]
-        stand_still = [layer for layer in self._layers() if layer._links and layer._timer is None]
+        stand_still = [layer for layer in self._layers() if layer._links and not layer._alarm.is_set]
         found += [f"the timers of {layer.address.name} stand still" for layer in stand_still]
         cut = [
             name for name, process in processes.items() if not self.member.network.is_up(process.address.incarnation)

@@ -48,9 +48,8 @@ class Batch:
                 waiting += 1
             else:
                 free_pages, free_places = free_pages - pages, free_places - 1
-        total = self._ledger.total - self._ledger.retired
         return Load(
-            role, waiting=waiting, running=self.places, free_pages=free_pages, total_pages=total,
+            role, waiting=waiting, running=self.places, free_pages=free_pages, total_pages=self._ledger.usable,
             free_places=free_places, place_s=place_s,
         )  # fmt: skip
 
@@ -72,9 +71,8 @@ class Batch:
 
     def misfit(self) -> DecodeRoom | None:
         """A room that waits, and that pages which have been retired leave no room for."""
-        left = self._ledger.total - self._ledger.retired
         claims = self._admission.waiting if self._ledger.retired else ()
-        return next((self._rooms[claim.key] for claim in claims if claim.need > left), None)
+        return next((self._rooms[claim.key] for claim in claims if claim.need > self._ledger.usable), None)
 
     def admit(self) -> DecodeRoom | None:
         """The next room that may come in, with its holding; None when the oldest candidate has to wait."""

@@ -61,27 +61,26 @@ class Checking(Leader[DecodeRoom]):
 
     def begin_checks(self, room: DecodeRoom, source: int, target: int, told: Sequence[Placed]) -> None:
         """A source rank has said what it has placed at one of ours; what it has said before is being checked."""
-        for placed in told if self._checks is not None else ():
-            self._begin_check(room, (source, target, placed.first), placed)
+        if self._checks is not None:
+            for placed in told:
+                self._begin_check(self._checks, room, (source, target, placed.first), placed)
 
-    def _begin_check(self, room: DecodeRoom, key: Part, placed: Placed) -> None:
+    def _begin_check(self, checks: Checks, room: DecodeRoom, key: Part, placed: Placed) -> None:
         receives = room.machine.state is ReceiverState.RECEIVING
-        if self._checks is None or not receives or room.holding is None or key in room.checks.told:
+        if not receives or room.holding is None or key in room.checks.told:
             return
         room.checks.told[key] = placed
         pages, row = pages_needed(room.prompt_tokens, self.page_size), room.holding.rows[0]
         if placed.first + placed.pages > pages or (placed.row and key[:2] != (LEADER, LEADER)):
             self._check_failed(room, f"rank {key[0]} says that it has written {placed}, of a prompt of {pages} pages")
             return
-        self._checks.begin(room.room, room.checks, key, room.machine.writers[key[0]], room.holding.pages, row)
+        checks.begin(room.room, room.checks, key, room.machine.writers[key[0]], room.holding.pages, row)
 
     def _digested(self, peer: Address, message: Digested) -> None:
         """A follower's."""
         if (rank := self.team.rank_of(peer)) is not None:
-            taken = DigestTaken(
-                message.room, message.source, rank, message.first, message.digest, message.error
-            )  # fmt: skip
-            self._digest_taken(taken)
+            part = message.room, message.source, rank, message.first
+            self._digest_taken(DigestTaken(*part, message.digest, message.error))
 
     def _digest_taken(self, taken: DigestTaken) -> None:
         """Of a room that is over it says nothing: its pages may be another's."""

@@ -21,6 +21,7 @@ from kvferry.protocol.metadata import Introduction, Placed
 from kvferry.protocol.rank import LEADER
 from kvferry.transfer.contract import Region, TransferError, decode_regions
 from kvferry.transfer.digest import Digests
+from kvferry.transfer.layout import METADATA
 from kvferry.transfer.plan import Pairing, pair_common, plan_pages, plan_row
 
 
@@ -90,7 +91,7 @@ class OwnDigests:
         pairing = self._pairing(incarnation)
         spans = plan_pages(pairing, np.arange(len(pages)), np.asarray(pages, dtype=np.int64))
         if row is not None:
-            spans = np.concatenate([spans, plan_row(pairing, "metadata", 0, row)])
+            spans = np.concatenate([spans, plan_row(pairing, METADATA, 0, row)])
         return await self._digests.of(spans, "target")
 
     def _pairing(self, incarnation: int) -> Pairing:

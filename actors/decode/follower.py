@@ -39,17 +39,20 @@ class DecodeFollower(Follower):
 
     def _notified(self, item: Notified) -> None:
         news = decode_notification(item.payload)
-        try:
-            if isinstance(news, Introduction):
-                if self._own is not None:
-                    self._own.introduced(news)
-                return
-        except TransferError:
-            news = None
         if news is None:
             self.counts["notifications that do not decode"] += 1
+        elif isinstance(news, Introduction):
+            self._introduced(news)
         else:
             self.tell_leader(Arrived(news.room, news.rank, news.incarnation, news.placed, news.last))
+
+    def _introduced(self, news: Introduction) -> None:
+        """A source process has said what it writes from."""
+        if self._own is not None:
+            try:
+                self._own.introduced(news)
+            except TransferError:
+                self.counts["notifications that do not decode"] += 1
 
     # --- the leader's orders; the endpoint carries them out in the order in which they come ---
 

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvferry.actors.leader import PROGRESS_EVERY_S
 from kvferry.actors.parts import Parts
 from kvferry.actors.ports import LostReason
 from kvferry.actors.prefill.data_plane import Connected, DataPlane, WriteEnded
 from kvferry.actors.prefill.sending import Part, Sending, SpanPlanner
 from kvferry.actors.prefill.writer import WritingRank
 from kvferry.actors.ranks.follower import Follower
+from kvferry.actors.ranks.rank import PROGRESS_EVERY_S
 from kvferry.protocol import sender
 from kvferry.protocol.address import Address
 from kvferry.protocol.errors import Cause
@@ -235,23 +235,18 @@ class PrefillFollower(WritingRank, Follower):
 
     # --- losing each other ---
 
-    def link_lost(self, peer: Address, reason: LostReason) -> None:
-        super().link_lost(peer, reason)
-        for room in self._of(peer):
-            self._fail(room, SenderEvent.DECODE_LOST, f"the link to {peer.name} ended: {reason.value}", "peer_lost")
+    def decode_lost(self, peer: Address, reason: LostReason) -> None:
+        self.fail_rooms_of(peer, SenderEvent.DECODE_LOST, f"the link to {peer.name} ended: {reason.value}")
         self._data_plane.link_lost(peer.incarnation)
-        if reason.ended:  # who could ask for broken rooms; the kernel says so once, maybe before we had any
-            self._decode_gone(peer)
 
-    def peer_exited(self, peer: Address) -> None:
-        self._decode_gone(peer)
-        self._planner.forget(peer.incarnation)
-        self._data_plane.disconnect(peer.incarnation)
+    def forget_decode(self, incarnation: int) -> None:
+        self._planner.forget(incarnation)
+        self._data_plane.disconnect(incarnation)
 
-    def _decode_gone(self, peer: Address) -> None:
-        for room in self._of(peer):
-            text = f"process {peer.pid} of {peer.name} has ended"
-            self._fail(room, SenderEvent.DECODE_EXITED, text, "peer_lost")
+    def fail_rooms_of(self, decode: Address, event: SenderEvent, text: str) -> None:
+        for room in list(self.rooms.values()):
+            if room.sending.owner == decode.incarnation:
+                self._fail(room, event, text, "peer_lost")
 
     def leader_lost(self, leader: Address, why: str) -> None:
         for room in list(self.rooms.values()):
@@ -264,9 +259,6 @@ class PrefillFollower(WritingRank, Follower):
     @property
     def quiet(self) -> bool:
         return not any(room.sending.open for room in self.rooms.values())
-
-    def _of(self, peer: Address) -> list[SliceRoom]:
-        return [room for room in self.rooms.values() if room.sending.owner == peer.incarnation]
 
     # --- commands ---
 

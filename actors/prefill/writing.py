@@ -89,20 +89,17 @@ class Writing(WritingRank, Leader[PrefillRoom]):
 
     # --- links ---
 
-    def link_lost(self, peer: Address, reason: LostReason) -> None:
-        super().link_lost(peer, reason)
+    def decode_lost(self, peer: Address, reason: LostReason) -> None:
+        """Its rooms have failed already, as those of every party of a room that is lost."""
         self._ranks.link_lost(peer.incarnation)
-        if reason.ended:  # who could ask for broken rooms; the kernel says so once, maybe before we had any
-            self._decode_gone(peer)
 
-    def peer_exited(self, peer: Address) -> None:
-        self._decode_gone(peer)
-        self._ranks.forget(peer.incarnation)
+    def forget_decode(self, incarnation: int) -> None:
+        self._ranks.forget(incarnation)
 
-    def _decode_gone(self, peer: Address) -> None:
+    def fail_rooms_of(self, decode: Address, event: SenderEvent, text: str) -> None:
         for room in self.leg_rooms():
-            if room.peer.incarnation == peer.incarnation:
-                self.fail(room, SenderEvent.DECODE_EXITED, f"process {peer.pid} of {peer.name} has ended", peer.name)
+            if room.peer.incarnation == decode.incarnation:
+                self.fail(room, event, text, decode.name)
 
     # --- the other ranks ---
 

@@ -15,9 +15,6 @@ from kvferry.protocol.address import Address
 from kvferry.protocol.instance import Join, Joined, RunStep, Stepped
 from kvferry.protocol.messages import Message, Register
 
-#: A process that is lost for such a reason will not answer again.
-_GONE = (LostReason.EXITED, LostReason.REPLACED, LostReason.REFUSED)
-
 
 @dataclass(frozen=True)
 class LeaderFound:
@@ -103,7 +100,8 @@ class Follower(Rank):
         super().link_lost(peer, reason)
         if self.leader is None or self.leader.incarnation != peer.incarnation:
             return
-        if not self.joined and (self._bound_to is None or reason not in _GONE):
+        answers_no_more = reason.ended or reason is LostReason.REFUSED
+        if not self.joined and (self._bound_to is None or not answers_no_more):
             self.leader = None  # it was on its way out, or another one has its name now
             return
         text = f"{self.network.address.name} has lost its leader {peer.name}: {reason.value}"

@@ -15,6 +15,9 @@ from kvferry.actors.ranks.ending import Ending
 from kvferry.protocol.address import Address
 from kvferry.protocol.messages import Message, Registered, RegistrationRefused
 
+#: What a rank says again and again, of where its rooms stand.
+PROGRESS_EVERY_S = 1.0
+
 
 @dataclass(frozen=True)
 class RankReplaced:

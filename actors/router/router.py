@@ -1,4 +1,8 @@
-"""The router actor. Its rooms live in its process: when it dies they go with it, and leaders notice by their links."""
+"""The router actor: it admits requests, and each gets a room. Rooms live in its process: when it dies they go with it,
+and leaders notice by their links.
+
+Not here: who is there to serve them (watching.py).
+"""
 
 from __future__ import annotations
 
@@ -6,48 +10,33 @@ import asyncio
 from collections import OrderedDict
 from typing import Any
 
-from kvferry.actors.actor import Actor
 from kvferry.actors.leaving import DrainRequested, Leaving
-from kvferry.actors.membership import Membership, RegistryFound
 from kvferry.actors.ports import Clock, LostReason, Network, Random, Resolve
 from kvferry.actors.room.journal import Journal
 from kvferry.actors.room.room import HEARD, AbortRequested, FromLeg, LegLost, Room, RoomTick
-from kvferry.actors.router.breaker import Breakers, Verdict, verdict
+from kvferry.actors.router.breaker import Verdict, verdict
 from kvferry.actors.router.choice import Homes, View, choose
-from kvferry.actors.router.fleet import Fleet
 from kvferry.actors.router.guest import Guest, RoomOver, RoomResolved, Submit, Withdraw
 from kvferry.actors.router.policies import POLICIES
 from kvferry.actors.router.retry_after import Lives, RetryAfter
-from kvferry.actors.router.roster import RosterBook
 from kvferry.actors.router.view import Ask
+from kvferry.actors.router.watching import Watching
 from kvferry.actors.settings import ClockSettings, RouterSettings
 from kvferry.memory.admission import refusal
 from kvferry.obs.rooms import RoomStatistics
 from kvferry.protocol.address import Address
 from kvferry.protocol.errors import Cause, Draining
 from kvferry.protocol.kvpoll import KVPoll
-from kvferry.protocol.messages import (
-    Admitted,
-    Load,
-    Message,
-    Opened,
-    PrefillDone,
-    RegisterDpRank,
-    Released,
-    Roster,
-    UnknownRoom,
-    Watch,
-)
+from kvferry.protocol.messages import Admitted, Message, Opened, PrefillDone, RegisterDpRank, Released, UnknownRoom
 from kvferry.protocol.outcome import Outcome
 from kvferry.protocol.rank import RankInfo
 from kvferry.protocol.request import RequestSpec
 from kvferry.protocol.room import RoomMachine
 
 ROOM_MAILBOX = 4096
-REDIAL_S = 1.0
 
 
-class Router(Actor):
+class Router(Watching):
     """`backend` is the name of the data plane, for the journals."""
 
     def __init__(
@@ -61,31 +50,19 @@ class Router(Actor):
         limits: ClockSettings,
         backend: str,
     ) -> None:
-        super().__init__(network, clock, mailbox)
-        self.settings = settings
-        self.book = RosterBook()
+        super().__init__(network, clock, mailbox, resolve, settings)
         self.guests: dict[int, Guest] = {}
         self.ended: OrderedDict[int, Journal] = OrderedDict()
-        self.membership = Membership(network, resolve, Watch(network.address.name), self.spawn, self._mailbox.put)
         self._random = random
         self._backend = backend
         self._limits = limits.limits()
-        self._redial_at_s = 0.0
         self._statistics = RoomStatistics()
         self._lives = Lives()
         self._policy = POLICIES[settings.policy]
-        self.fleet = Fleet(network.is_up)
-        self.breakers = Breakers(settings.breaker_failures, settings.breaker_open_s, settings.breaker_open_max_s)
         self._homes = Homes()
         self._leaving = Leaving(network.address.name, "router")
         self._room_places, self._queue_places = RetryAfter(), RetryAfter()
-        self._on_message = {Roster: self._new_roster, Load: self._load}
         self._on_message |= dict.fromkeys(HEARD, self._room_message)
-
-    @property
-    def roster(self) -> Roster:
-        """The last one that came."""
-        return self.book.roster
 
     # --- calls, from the host; they only post ---
 
@@ -113,10 +90,7 @@ class Router(Actor):
 
     async def drained(self) -> dict[str, Any]:
         """How far that is (`Leaving.state`); `linked`: it can serve, if anybody can."""
-        linked = {rank.role for rank in self.roster.ranks if self.network.is_up(rank.address.incarnation)}
-        roles = {rank.role for rank in self.roster.ranks}
-        state = self._leaving.state(len(self.guests), self.clock.now_s())
-        return state | {"linked": self.membership.accepted and linked == roles}
+        return self._leaving.state(len(self.guests), self.clock.now_s()) | {"linked": self.linked}
 
     async def status(self) -> dict[str, Any]:
         live = sum(not guest.answer.done() for guest in self.guests.values())
@@ -152,58 +126,26 @@ class Router(Actor):
                 self._room_resolved(guest, cause)
             case RoomOver(room, error):
                 self._room_over(room, error)
-            case RegistryFound(address):
-                self.membership.found(address)
             case DrainRequested(limit_s):
                 self._leaving.begin(limit_s, self.clock.now_s())
             case _:
                 super().receive(item)
 
     def busy(self) -> bool:
-        settled = self.membership.accepted and self.book.is_complete
-        return bool(self.guests) or bool(self._leaving) or not settled
+        return bool(self.guests) or bool(self._leaving) or not self.settled
 
     def tick(self, now_s: float) -> None:
-        self.membership.tick(now_s)
-        if self.book.grows_complete(now_s):
-            self._take_roster()
-        if now_s >= self._redial_at_s:  # a link may break while the roster stays as it is
-            self._redial_at_s = now_s + REDIAL_S
-            self._dial_leaders()
+        super().tick(now_s)
         for guest in self.guests.values():
             if guest.room.is_due(now_s):
                 guest.room.post(RoomTick())
         self._leaving.time_is_over(not self.guests, now_s)
 
-    def link_up(self, peer: Address) -> None:
-        self.membership.link_up(peer)
-        if not self.membership.is_registry(peer):
-            self.network.send(peer.incarnation, Watch(self.network.address.name))
-
     def link_lost(self, peer: Address, reason: LostReason) -> None:
-        self.membership.link_lost(peer)
+        super().link_lost(peer, reason)
         for guest in self.guests.values():
             if guest.room.is_leg(peer):
                 guest.room.post(LegLost(peer, reason))
-
-    def _new_roster(self, registry: Address, roster: Roster) -> None:
-        if not self.membership.speaks(registry, self.counts):
-            return
-        self.membership.accepted = True
-        self.book.came(registry.incarnation, roster, self.clock.now_s())
-        self._take_roster()
-
-    def _take_roster(self) -> None:
-        self.fleet.registered(self.roster.ranks, complete=self.book.is_complete)
-        self.breakers.keep({address.incarnation for address in self.fleet.addresses()})
-        self._dial_leaders()
-
-    def _dial_leaders(self) -> None:
-        for address in self.fleet.addresses():
-            self.network.dial(address)
-
-    def _load(self, peer: Address, load: Load) -> None:
-        self.fleet.reported(peer.incarnation, load, self.clock.now_s())
 
     def _room_message(self, peer: Address, message: Any) -> None:
         guest = self.guests.get(message.room)

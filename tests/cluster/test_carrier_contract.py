@@ -24,12 +24,12 @@ from kvferry.actors.settings import LinkSettings
 from kvferry.cluster.clock import SystemClock, SystemRandom
 from kvferry.cluster.names import NAMESPACE
 from kvferry.cluster.network import open_network
-from kvferry.cluster.pidwatch import host_id
 from kvferry.cluster.secret import Secret
 from kvferry.cluster.zmq_carrier import ZmqCarrier
 from kvferry.cluster.zmq_curve import curve_keys
 from kvferry.protocol.address import Address
 from kvferry.protocol.messages import Message, Stop, Watch
+from kvferry.transfer.shared import host_identity
 
 SECRET = Secret(b"s" * 32)
 
@@ -387,7 +387,7 @@ async def killed_and_started_again(stage: Stage) -> None:
     """Lost by exit, then proven gone; who comes in its place is somebody else, whatever its name."""
     echo, network, recorder = await linked(stage, stage.settings)
     first = echo.address
-    assert first.host == host_id() and first.incarnation != network.address.incarnation
+    assert first.host == host_identity() and first.incarnation != network.address.incarnation
     echo.signal(signal.SIGKILL)
     assert await recorder.next() is LostReason.EXITED
     assert await recorder.next() == "exited"

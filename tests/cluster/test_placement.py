@@ -8,9 +8,9 @@ import pytest
 
 from kvferry.cluster.config import Config, load
 from kvferry.cluster.network import check_reachable, own_host
-from kvferry.cluster.pidwatch import host_id
 from kvferry.protocol.address import Address
 from kvferry.protocol.errors import ConfigError
+from kvferry.transfer.shared import host_identity
 
 
 def node(name: str, slots: float, alive: bool = True) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def test_an_address_is_taken_as_it_is_and_node_is_rays(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("host", "endpoint", "works"),
     [
-        (host_id(), "tcp://127.0.0.1:4000", True),
+        (host_identity(), "tcp://127.0.0.1:4000", True),
         ("other", "tcp://10.0.0.1:4000", True),
         ("other", "tcp://[fd00::1]:4000", True),
         ("other", "tcp://127.0.0.1:4000", False),

@@ -10,9 +10,10 @@ import sys
 import pytest
 import zmq
 
-from kvferry.cluster.pidwatch import PidfdWatch, host_id
+from kvferry.cluster.pidwatch import PidfdWatch
 from kvferry.cluster.zmq_carrier import ZmqCarrier
 from kvferry.protocol.address import Address
+from kvferry.transfer.shared import host_identity
 
 
 class Wires:
@@ -89,8 +90,8 @@ async def test_no_such_process_can_be_watched() -> None:
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", "")
     await process.wait()
     watch, fired = PidfdWatch(), asyncio.Event()
-    assert watch.watch(Address("gone", "", 1, host_id(), process.pid), fired.set) is False
-    assert watch.watch(Address("us", "", 2, host_id(), os.getpid()), fired.set) is True
+    assert watch.watch(Address("gone", "", 1, host_identity(), process.pid), fired.set) is False
+    assert watch.watch(Address("us", "", 2, host_identity(), os.getpid()), fired.set) is True
     await asyncio.sleep(0.01)
     assert not fired.is_set()
     watch.close()
@@ -99,10 +100,10 @@ async def test_no_such_process_can_be_watched() -> None:
 async def test_a_watched_process_is_killed_by_its_pidfd_though_it_is_stopped() -> None:
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", "import time; time.sleep(60)")
     watch, ended = PidfdWatch(), asyncio.Event()
-    address = Address("it", "", 1, host_id(), process.pid)
+    address = Address("it", "", 1, host_identity(), process.pid)
     assert watch.watch(address, ended.set) is True
     process.send_signal(signal.SIGSTOP)
-    watch.kill(Address("another one that had this pid", "", 2, host_id(), process.pid))
+    watch.kill(Address("another one that had this pid", "", 2, host_identity(), process.pid))
     await asyncio.sleep(0.05)
     assert not ended.is_set()
     watch.kill(address)

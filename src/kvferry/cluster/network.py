@@ -11,12 +11,13 @@ from kvferry.actors.carrier import Carrier
 from kvferry.actors.links import LinkLayer
 from kvferry.actors.ports import Clock, Random
 from kvferry.actors.settings import LinkSettings
-from kvferry.cluster.pidwatch import PidfdWatch, host_id
+from kvferry.cluster.pidwatch import PidfdWatch
 from kvferry.cluster.secret import Secret, load_secret
 from kvferry.cluster.zmq_carrier import ZmqCarrier
 from kvferry.cluster.zmq_curve import curve_keys
 from kvferry.protocol.address import Address
 from kvferry.protocol.errors import ConfigError
+from kvferry.transfer.shared import host_identity
 
 log = logging.getLogger("kvferry.links")
 
@@ -34,7 +35,7 @@ def own_host(bind_host: str) -> str:
 def check_reachable(bind_host: str, peer: Address) -> None:
     """Raises ConfigError when the addresses on both sides are loopback ones, but `peer` lives on another host."""
     endpoint_host = peer.endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    if peer.host != host_id() and (endpoint_host.startswith("127.") or endpoint_host in ("localhost", "::1")):
+    if peer.host != host_identity() and (endpoint_host.startswith("127.") or endpoint_host in ("localhost", "::1")):
         allowed = f"node, or an address that other hosts reach: {peer.name} runs on another host"
         raise ConfigError("applications[0].args.cluster.bind_host", bind_host, allowed)
 
@@ -57,7 +58,7 @@ async def open_network(
     """
     incarnation = random.bits(INCARNATION_BITS)
     carrier = _carrier(name, bind_host, settings, incarnation, secret)
-    return LinkLayer(carrier, name, incarnation, settings, clock, random, PidfdWatch(), host_id(), os.getpid())
+    return LinkLayer(carrier, name, incarnation, settings, clock, random, PidfdWatch(), host_identity(), os.getpid())
 
 
 def _carrier(name: str, bind_host: str, settings: LinkSettings, incarnation: int, secret: Secret | None) -> Carrier:

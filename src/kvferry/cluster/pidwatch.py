@@ -8,14 +8,6 @@ import signal
 from collections.abc import Callable
 
 from kvferry.protocol.address import Address
-from kvferry.transfer.shared import host_identity
-
-
-def host_id() -> str:
-    """Names this kernel's boot and our namespaces: where it is equal, a pid means the same process, and memory can be
-    shared.
-    """
-    return host_identity()
 
 
 class PidfdWatch:

@@ -100,9 +100,14 @@ class PageLedger:
         return len(self._retired)
 
     @property
+    def usable(self) -> int:
+        """Pages that are handed out: all but the retired ones."""
+        return self.total - len(self._retired)
+
+    @property
     def lasting(self) -> int:
         """Pages that can be counted on: neither quarantined nor retired."""
-        return self.total - self.quarantined - len(self._retired)
+        return self.usable - self.quarantined
 
     def blame(self, pages: Iterable[int]) -> None:
         """What was written to these pages, which somebody holds, lies there changed. A page that this happens to for

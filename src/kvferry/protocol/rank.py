@@ -136,6 +136,8 @@ class RankInfo(msgspec.Struct, frozen=True):
     max_prompt_tokens: int = 0
     max_total_tokens: int = 0
     draining: bool = False
+    members: tuple[Member, ...] = ()
+    stages: tuple[int, ...] = ()
 
     @property
     def computes_first(self) -> bool:
@@ -143,9 +145,6 @@ class RankInfo(msgspec.Struct, frozen=True):
         computes into the pages that its decode runs on, so there is nothing to compute into before these are allocated.
         """
         return self.layout.policy == PREFILL_COMPLETE and self.role != "unified"
-
-    members: tuple[Member, ...] = ()
-    stages: tuple[int, ...] = ()
 
     @property
     def rank(self) -> int:
