@@ -2,15 +2,12 @@
 
 import asyncio
 import json
-import os
 import signal
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvferry.transfer.contract import TransferError, WriteOutcome, decode_descriptor
+from kvferry.transfer.contract import TransferError, WriteOutcome
 from kvferry.transfer.plan import pair, plan_pages
 from kvferry.transfer.spans import make_spans
 
@@ -19,33 +16,14 @@ REGION_BYTES = 80 * 4096
 
 
 @pytest.fixture
-async def start_target(make_site):
-    """start_target(kind, incarnation): a target process and its descriptor. None outlives the test."""
-    started = []
+def start_target(start, tools):
+    """start_target(kind, incarnation): a target process and its descriptor."""
 
-    async def start(kind, incarnation):
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            str(Path(__file__).with_name("peer_process.py")),
-            kind,
-            str(incarnation),
-            str(SEED),
-            str(0xA),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        )
-        started.append(process)
-        line = await asyncio.wait_for(process.stdout.readline(), 60)
-        return process, decode_descriptor(bytes.fromhex(line.decode()))
+    async def begin(kind, incarnation):
+        process = await start("peer_process.py", kind, str(incarnation), str(SEED), str(0xA))
+        return process, tools.descriptor_of(await tools.said(process))
 
-    yield start
-    for process in started:
-        if process.returncode is None:
-            process.kill()
-        process.stdin.close()
-        await process.wait()
-        process._transport.close()
+    return begin
 
 
 @pytest.fixture(params=["ucx-host", "ucx-tcp", "ucxx-host", "local"])
@@ -81,8 +59,7 @@ async def test_64_scattered_pages_are_right_when_the_notification_comes(source, 
     result = await outcome
     assert (result.outcome, result.size_bytes) == (WriteOutcome.FLUSHED, 64 * 6 * 4096)
     source.endpoint.notify(peer, json.dumps([source_pages.tolist(), target_pages.tolist()]).encode())
-    answer = await asyncio.wait_for(process.stdout.readline(), 60)
-    verdict, agent = answer.decode().split()
+    verdict, agent = (await tools.said(process)).split()
     assert verdict == "right" and f"{0xA:016x}" in agent
     process.stdin.close()
     assert await process.wait() == 0
