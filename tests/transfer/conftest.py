@@ -18,11 +18,13 @@ from kvferry.transfer.fake import FakeFabric
 from kvferry.transfer.faulty import FaultyEndpoint
 from kvferry.transfer.local import LocalEndpoint
 from kvferry.transfer.shared import Area
+from kvferry.transfer.spans import make_spans
 from kvferry.transfer.staging.endpoint import StagingEndpoint, StagingSizes
 from kvferry.transfer.ucx import UcxEndpoint
 from kvferry.transfer.ucxx import UcxxEndpoint
 
 LAYERS, PAGES, PAGE_BYTES, ROW_BYTES = 3, 80, 4096, 64
+REGION_BYTES = PAGES * PAGE_BYTES
 
 
 class Memory:
@@ -111,6 +113,11 @@ async def soon(condition):
             await asyncio.sleep(0.001)
 
 
+def rounds(count):
+    """The first region's bytes, `count` times: a write of any length on little memory."""
+    return make_spans(0, 0, 0, 0, [REGION_BYTES] * count)
+
+
 async def said(process):
     """The next line that it prints."""
     return (await asyncio.wait_for(process.stdout.readline(), 60)).decode().strip()
@@ -133,7 +140,8 @@ def tools():
 
 class Tools:
     Memory, Heads, Site, Outcome = Memory, Heads, Site, Outcome
-    soon, said = staticmethod(soon), staticmethod(said)
+    REGION_BYTES = REGION_BYTES
+    soon, said, rounds = staticmethod(soon), staticmethod(said), staticmethod(rounds)
 
     @staticmethod
     async def open_staging(*args, **options):

@@ -17,8 +17,6 @@ from kvferry.transfer.local_door import LocalMetadata
 from kvferry.transfer.shared import Area, Window
 from kvferry.transfer.spans import make_spans
 
-REGION_BYTES = 80 * 4096
-
 
 def changed(descriptor, **fields):
     """The descriptor with other metadata."""
@@ -131,17 +129,17 @@ async def test_a_cancelled_write_to_a_stopped_target_ends_at_once(make_site, sta
     peer = await source.endpoint.connect(tools.descriptor_of(await tools.said(process)))
     process.send_signal(signal.SIGSTOP)
     outcome = tools.Outcome()
-    handle = source.endpoint.write(peer, make_spans(0, 0, 0, 0, [REGION_BYTES] * 65536), outcome)
+    handle = source.endpoint.write(peer, tools.rounds(65536), outcome)
     await tools.soon(lambda: handle.flushed_bytes)
     source.endpoint.cancel(handle)
     result = await outcome
-    assert result.outcome is WriteOutcome.CANCELLED and 0 < result.size_bytes < 65536 * REGION_BYTES
+    assert result.outcome is WriteOutcome.CANCELLED and 0 < result.size_bytes < 65536 * tools.REGION_BYTES
     whole = list(range(80))
     for _ in range(600):
         source.endpoint.notify(peer, b"[[],[]] " + b" " * 1000)
     process.send_signal(signal.SIGCONT)
     others = tools.Outcome()
-    spans = [make_spans(region, region, 0, 0, [REGION_BYTES]) for region in range(6)]
+    spans = [make_spans(region, region, 0, 0, [tools.REGION_BYTES]) for region in range(6)]
     source.endpoint.write(peer, np.concatenate(spans), others)
     await others
     source.endpoint.notify(peer, f"[{whole},{whole}]".encode())
@@ -154,8 +152,8 @@ async def test_a_target_killed_while_it_is_told_breaks_the_peer_and_no_other(mak
     first, second = [await start("peer_process.py", "local", str(number), "5", str(0xA)) for number in (0xB, 0xC)]
     peer, other = [await source.endpoint.connect(tools.descriptor_of(await tools.said(p))) for p in (first, second)]
     outcomes = [tools.Outcome() for _ in range(3)]
-    source.endpoint.write(peer, make_spans(0, 0, 0, 0, [REGION_BYTES] * 65536), outcomes[0])
-    source.endpoint.write(other, make_spans(0, 0, 0, 0, [REGION_BYTES] * 512), outcomes[1])
+    source.endpoint.write(peer, tools.rounds(65536), outcomes[0])
+    source.endpoint.write(other, tools.rounds(512), outcomes[1])
     first.kill()
     broken, right = await outcomes[0], await outcomes[1]
     assert broken.outcome is WriteOutcome.BROKEN and broken.error and right.outcome is WriteOutcome.FLUSHED

@@ -12,7 +12,6 @@ from kvferry.transfer.plan import pair, plan_pages
 from kvferry.transfer.spans import make_spans
 
 SEED = 5
-REGION_BYTES = 80 * 4096
 
 
 @pytest.fixture
@@ -36,9 +35,7 @@ async def source(make_site, kind, tools):
     return await make_site(kind, 0xA, tools.Memory(SEED))
 
 
-def huge(count=4096):
-    """A write that takes seconds: one region, over and over."""
-    return make_spans(0, 0, 0, 0, [REGION_BYTES] * count)
+LONG = 4096  # rounds that take seconds
 
 
 async def warm(source, peer, tools):
@@ -70,12 +67,12 @@ async def test_a_target_killed_in_mid_write_breaks_it_and_its_successor_is_serve
     peer = await source.endpoint.connect(descriptor)
     await warm(source, peer, tools)
     first, second = tools.Outcome(), tools.Outcome()
-    source.endpoint.write(peer, huge(65536), first)
-    source.endpoint.write(peer, huge(1), second)
+    source.endpoint.write(peer, tools.rounds(65536), first)
+    source.endpoint.write(peer, tools.rounds(1), second)
     process.kill()
     await process.wait()
     broken = await first
-    assert broken.outcome is WriteOutcome.BROKEN and broken.error and broken.size_bytes < 65536 * REGION_BYTES
+    assert broken.outcome is WriteOutcome.BROKEN and broken.error and broken.size_bytes < 65536 * tools.REGION_BYTES
     assert (await second).outcome is WriteOutcome.BROKEN
     if kind in ("ucx-host", "local"):
         with pytest.raises(TransferError, match=r"can't reach the memory|does not answer"):
@@ -93,7 +90,7 @@ async def test_on_one_host_a_stopped_target_is_written_to_all_the_same(source, s
     await warm(source, peer, tools)
     process.send_signal(signal.SIGSTOP)
     outcome = tools.Outcome()
-    source.endpoint.write(peer, huge(4), outcome)
+    source.endpoint.write(peer, tools.rounds(4), outcome)
     assert (await outcome).outcome is WriteOutcome.FLUSHED
 
 
@@ -106,7 +103,7 @@ async def test_over_tcp_a_cancelled_write_to_a_stopped_target_ends_only_when_it_
     await warm(source, peer, tools)
     process.send_signal(signal.SIGSTOP)
     outcome = tools.Outcome()
-    handle = source.endpoint.write(peer, huge(), outcome)
+    handle = source.endpoint.write(peer, tools.rounds(LONG), outcome)
     await asyncio.sleep(0.1)  # the window fills
     source.endpoint.cancel(handle)
     await asyncio.sleep(0.1)
@@ -128,17 +125,17 @@ async def test_over_tcp_nothing_reads_the_source_of_a_stopped_target_after_disco
     await warm(source, peer, tools)
     process.send_signal(signal.SIGSTOP)
     outcome, other = tools.Outcome(), tools.Outcome()
-    source.endpoint.write(peer, huge(), outcome)
+    source.endpoint.write(peer, tools.rounds(LONG), outcome)
     await asyncio.sleep(0.1)
     await source.endpoint.disconnect(peer)
     assert (await outcome).outcome is WriteOutcome.BROKEN
     _, second = await start_target(kind, 0xC)
-    source.endpoint.write(await source.endpoint.connect(second), huge(1), other)
+    source.endpoint.write(await source.endpoint.connect(second), tools.rounds(1), other)
     assert (await other).outcome is WriteOutcome.FLUSHED
     if kind == "ucxx-host":  # what UCXX has under way ends with the peer's help only, and then its connection goes
         process.send_signal(signal.SIGCONT)
     left = tools.Outcome()
-    source.endpoint.write(await source.endpoint.connect(descriptor), huge(), left)
+    source.endpoint.write(await source.endpoint.connect(descriptor), tools.rounds(LONG), left)
     await asyncio.sleep(0.1)
     await source.endpoint.close()
     assert (await left).outcome is WriteOutcome.BROKEN
