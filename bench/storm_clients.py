@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -44,13 +44,14 @@ class Known:
     finish_reason: str
 
 
-def oracle() -> list[Known]:
+def oracle(tokens: int = TOKENS, lengths: Container[int] = range(MOST_PROMPT + 1)) -> list[Known]:
+    """The first `tokens` of the answers to prompts of these lengths, in tokens; an answer ends with EOS."""
     found = []
     for entry in json.loads(REFERENCE.read_text())["prompts"]:
         end = entry["first_eos"]
-        length = TOKENS if end is None else min(TOKENS, end + 1)
-        if entry["length"] <= MOST_PROMPT:
-            reason = "length" if end is None or end >= TOKENS else "stop"
+        length = tokens if end is None else min(tokens, end + 1)
+        if entry["length"] in lengths:
+            reason = "length" if end is None or end >= tokens else "stop"
             found.append(Known(entry["prompt_ids"], entry["output_ids"][:length], entry["margins"][:length], reason))
     return found
 

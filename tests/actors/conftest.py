@@ -10,13 +10,14 @@ import pytest
 
 from kvferry.actors.settings import LinkSettings
 from kvferry.obs.metrics import FrontMetrics
-from kvferry.protocol.messages import Token
+from kvferry.protocol.messages import Message, Token
 from kvferry.protocol.request import Sampling
 from kvferry.serve.attempts import AttemptPolicy
 from kvferry.serve.front import Front
 from kvferry.serve.gateway import FrontInfo
 from kvferry.serve.live import LiveRequest
 from kvferry.sim.backend import SimBackend
+from kvferry.sim.checkers import check_idle
 from kvferry.sim.loop import VirtualClock
 from kvferry.sim.system import SimSystem
 
@@ -82,3 +83,37 @@ async def until(holds: Callable[[], bool], limit_s: float = 60.0) -> None:
 @pytest.fixture
 def wait_until() -> Callable[..., Any]:
     return until
+
+
+@pytest.fixture
+def served_again() -> Callable[[SimSystem, Client], Any]:
+    async def check(system: SimSystem, client: Client) -> None:
+        """Everybody is back, all is as it was, and a request is answered."""
+        await until(lambda: system.ready)
+        assert await system.settle(20), (system.counts(), [r.machine.state for r in system.decode().rooms.values()])
+        prompt = tuple(range(307, 400))
+        assert await client.ask(prompt, max_tokens=3) == list(system.engine().expected_tokens(prompt, 3))
+        assert await system.settle(5)
+        check_idle(system)
+
+    return check
+
+
+@pytest.fixture
+def heard_by() -> Callable[..., list[Any]]:
+    def note(kind: type[Message], *actors: Any) -> list[Any]:
+        """What comes of this kind to any of them; it is handled all the same."""
+        kept: list[Any] = []
+
+        def noting(handler: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+            def take(peer: Any, message: Any) -> None:
+                kept.append(message)
+                handler(peer, message)
+
+            return take
+
+        for actor in actors:
+            actor._on_message[kind] = noting(actor._on_message[kind])
+        return kept
+
+    return note

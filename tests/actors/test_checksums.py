@@ -57,6 +57,10 @@ def failed_checks(system: SimSystem) -> int:
     return system.decode().counts[CHECKS_FAILED]
 
 
+def checking(system: SimSystem) -> bool:
+    return any(room.machine.state is ReceiverState.CHECKING for room in system.decode().rooms.values())
+
+
 @settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     write=st.integers(0, 3),
@@ -137,9 +141,8 @@ def test_chunks_are_checked_while_later_ones_are_computed(client_of: Any, wait_u
         async with SimSystem(SimOptions(digest_bytes_s=1e6)) as system:
             client = await client_of(system)
             asking = asyncio.create_task(client.ask(PROMPT, max_tokens=5))
-            rooms = system.decode().rooms
-            await wait_until(lambda: any(r.machine.state is ReceiverState.CHECKING for r in rooms.values()))
-            (room,) = rooms.values()
+            await wait_until(lambda: checking(system))
+            (room,) = system.decode().rooms.values()
             assert [placed.first for placed in room.checks.told.values()] == [0, 4, 8, 12]
             assert room.checks.open == {(0, 0, 12)}
             await asking
@@ -171,7 +174,7 @@ def test_the_check_of_a_room_that_has_ended_says_nothing_about_the_next(client_o
             client, decode = await client_of(system), system.decode()
             checks_take(system, SLOW_CHECKS)
             live = client.open(PROMPT, max_tokens=5)
-            await wait_until(lambda: any(r.machine.state is ReceiverState.CHECKING for r in decode.rooms.values()))
+            await wait_until(lambda: checking(system))
             client.front.close_request(live)
             await wait_until(lambda: not decode.rooms)
             assert decode.ledger.counts().free == 14
@@ -188,10 +191,10 @@ def test_prefill_may_die_while_decode_checks(client_of: Any, wait_until: Any) ->
 
     async def main() -> None:
         async with SimSystem(SimOptions(links=LinkSettings(silence_s=2.0))) as system:
-            client, decode = await client_of(system), system.decode()
+            client = await client_of(system)
             checks_take(system, SLOW_CHECKS)
             asking = asyncio.create_task(client.ask(PROMPT, max_tokens=5))
-            await wait_until(lambda: any(r.machine.state is ReceiverState.CHECKING for r in decode.rooms.values()))
+            await wait_until(lambda: checking(system))
             system.kill("prefill-0")
             assert await asking == list(system.engine().expected_tokens(PROMPT, 5))
 

@@ -13,7 +13,7 @@ import pytest
 from kvferry.actors.settings import ClockSettings, DecodeSettings, FaultSettings, PrefillSettings
 from kvferry.engine.contract import StepPlan
 from kvferry.protocol.errors import DeadlineExceeded
-from kvferry.protocol.messages import Destination, Message, UnknownRoom
+from kvferry.protocol.messages import Destination, UnknownRoom
 from kvferry.sim.loop import VirtualClock, run
 from kvferry.sim.system import SimOptions, SimSystem, prefill_cost_s
 
@@ -33,18 +33,6 @@ def steps_of(duration_s: float) -> Any:
         return duration_s if one else prefill_cost_s(plan)
 
     return cost_s
-
-
-def note(actor: Any, kind: type[Message]) -> list[Any]:
-    """What comes of this kind; it is handled all the same."""
-    kept, handler = list[Any](), actor._on_message.get(kind, lambda _peer, _message: None)
-
-    def take(peer: Any, message: Any) -> None:
-        kept.append(message)
-        handler(peer, message)
-
-    actor._on_message[kind] = take
-    return kept
 
 
 def test_case_35_admission_outlasts_every_other_deadline(client_of: Any, wait_until: Any) -> None:
@@ -69,7 +57,7 @@ def test_case_35_admission_outlasts_every_other_deadline(client_of: Any, wait_un
     run(asyncio.wait_for(main(), 120))
 
 
-def test_case_35_a_destination_that_comes_after_the_time_out(client_of: Any, wait_until: Any) -> None:
+def test_case_35_a_destination_that_comes_after_the_time_out(client_of: Any, wait_until: Any, heard_by: Any) -> None:
     """Case 35: A really times out (2 s for admission, B needs 9). Then its Destination comes: prefill answers at once
     that it does not know the room, and holds nothing of it. Room ids are never used twice, so no mark of the failure
     has to be remembered, and none can be erased.
@@ -79,7 +67,7 @@ def test_case_35_a_destination_that_comes_after_the_time_out(client_of: Any, wai
     async def main() -> None:
         async with SimSystem(SimOptions(decode=ONE_AT_A_TIME, clocks=clocks, cost_s=steps_of(0.5))) as system:
             client, decode, prefill = await client_of(system), system.decode(), system.prefill()
-            seen, answers = note(prefill, Destination), note(decode, UnknownRoom)
+            seen, answers = heard_by(Destination, prefill), heard_by(UnknownRoom, decode)
             b = asyncio.create_task(client.ask(PROMPTS[0], max_tokens=19))
             await wait_until(lambda: bool(decode.running))
             with pytest.raises(

@@ -88,7 +88,9 @@ def of_attempt_0(room: int, destination: Destination) -> dict[str, list[Message]
 
 
 @pytest.mark.parametrize("phase", ["transfers", "runs", "has ended"])
-def test_case_8_late_messages_of_an_attempt_that_has_failed(client_of: Any, wait_until: Any, phase: str) -> None:
+def test_case_8_late_messages_of_an_attempt_that_has_failed(
+    client_of: Any, wait_until: Any, heard_by: Any, phase: str
+) -> None:
     """Case 8: attempt 0 fails after its bootstrap, the front goes on with another pair, in a new room; then everything
     of attempt 0 comes, and some of it names the room of attempt 1, which is none of the old pair's business. All of it
     is counted and ignored, what asks is answered UnknownRoom, and the answer is right, each token once.
@@ -98,9 +100,7 @@ def test_case_8_late_messages_of_an_attempt_that_has_failed(client_of: Any, wait
         async with SimSystem(TWO_PAIRS) as system:
             client = await client_of(system, attempts=3)
             prefills, decodes = [system.prefill(i) for i in range(2)], [system.decode(i) for i in range(2)]
-            sent: list[Destination] = []
-            for prefill in prefills:
-                note(prefill, Destination, sent)
+            sent: list[Destination] = heard_by(Destination, *prefills)
             live = client.open(PROMPT, max_tokens=120)
             reading = asyncio.create_task(client.collect(live))
             await wait_until(
@@ -162,17 +162,6 @@ def test_case_8_late_messages_of_an_attempt_that_has_failed(client_of: Any, wait
             assert not prefill.rooms and not decode.rooms, "nothing was created"
 
     run(asyncio.wait_for(main(), 120))
-
-
-def note(actor: Any, kind: type[Message], into: list[Any]) -> None:
-    """Keep what comes of this kind; it is handled all the same."""
-    handler = actor._on_message[kind]
-
-    def take(peer: Address, message: Any) -> None:
-        into.append(message)
-        handler(peer, message)
-
-    actor._on_message[kind] = take
 
 
 class Held:

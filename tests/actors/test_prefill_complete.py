@@ -475,7 +475,7 @@ def test_loads_count_what_is_to_do_and_what_will_be_taken(client_of: Any, wait_u
 
 @pytest.mark.parametrize("policy", [EARLY, PREFILL_COMPLETE])
 def test_case_37_a_retracted_request_is_computed_again_and_waits_for_no_second_push(
-    client_of: Any, policy: str
+    client_of: Any, heard_by: Any, policy: str
 ) -> None:
     """Case 37: a transfer is sent once. A request that decode gives up and takes again comes back as another room,
     whose prompt and tokens prefill computes, and whose KV goes to pages that are handed out anew.
@@ -484,15 +484,7 @@ def test_case_37_a_retracted_request_is_computed_again_and_waits_for_no_second_p
     async def main() -> None:
         async with SimSystem(SimOptions(policy=policy, decode=DecodeSettings(pool_pages=15))) as system:
             client = await client_of(system, attempts=1)
-            destinations: list[Destination] = []
-            prefill: Any = system.prefill()
-            heard = prefill._on_message[Destination]
-
-            def noted(peer: Any, message: Destination) -> None:
-                destinations.append(message)
-                heard(peer, message)
-
-            prefill._on_message[Destination] = noted
+            destinations: list[Destination] = heard_by(Destination, system.prefill())
             prompts = [tuple(range(100 * at, 100 * at + 20)) for at in range(1, 5)]
             lives = [client.open(prompt, max_tokens=60) for prompt in prompts]
             answers = await asyncio.gather(*map(client.collect, lives))

@@ -17,7 +17,7 @@ from kvferry.protocol.errors import Cause, HandoffFailed, PeerError
 from kvferry.protocol.instance import AbortConfirmed, CancelRoom, WriteChunk, WriteTo
 from kvferry.protocol.messages import AbortTransfer, Drained, UnknownRoom
 from kvferry.protocol.sender import SenderState
-from kvferry.sim.checkers import Watcher, check_idle
+from kvferry.sim.checkers import Watcher
 from kvferry.sim.loop import run
 from kvferry.sim.system import SimOptions, SimSystem
 from kvferry.transfer.contract import Descriptor, TransferError, WriteOutcome, WriteResult
@@ -76,28 +76,14 @@ def running(system: SimSystem) -> bool:
     return bool(system.decode().running)
 
 
-def ready(system: SimSystem) -> bool:
-    return system.router.roster.ready and all(system._linked(router) for router in system.routers())
-
-
 PHASES = {"computing": computing, "writing": writing, "running": running}
 RANKS = ["prefill-0", "prefill-0.1", "decode-0", "decode-0.1"]
-
-
-async def served_again(system: SimSystem, client: Any, wait_until: Any) -> None:
-    """Everybody is back, and all is as it was."""
-    await wait_until(lambda: ready(system))
-    assert await system.settle(20), (system.counts(), [r.machine.state for r in system.decode().rooms.values()])
-    prompt = PROMPT[7:]
-    assert await client.ask(prompt, max_tokens=3) == list(system.engine().expected_tokens(prompt, 3))
-    assert await system.settle(5)
-    check_idle(system)
 
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("name", RANKS)
 def test_a_rank_that_is_killed_takes_its_instance_with_it(
-    client_of: Any, wait_until: Any, name: str, phase: str
+    client_of: Any, wait_until: Any, served_again: Any, name: str, phase: str
 ) -> None:
     async def main() -> None:
         async with SimSystem(options()) as system:
@@ -116,7 +102,7 @@ def test_a_rank_that_is_killed_takes_its_instance_with_it(
             instance = name.split(".")[0]
             await wait_until(lambda: all(n in (name,) or not n.startswith(instance) for n in system.processes))
             system.spawn(name.split("-")[0], name)
-            await served_again(system, client, wait_until)
+            await served_again(system, client)
             proofs.watcher.look()
             after = {n: process.address.incarnation for n, process in system.processes.items()}
             changed = {n for n in before if n in after and before[n] != after[n]}
@@ -130,7 +116,7 @@ def test_a_rank_that_is_killed_takes_its_instance_with_it(
 @pytest.mark.parametrize("phase", ["computing", "writing"])
 @pytest.mark.parametrize("name", RANKS)
 def test_a_rank_that_stands_still_is_given_up_by_the_others_and_writes_nothing_when_it_goes_on(
-    client_of: Any, wait_until: Any, name: str, phase: str
+    client_of: Any, wait_until: Any, served_again: Any, name: str, phase: str
 ) -> None:
     """SIGSTOP for longer than every heartbeat limit, then SIGCONT. The stopped rank may still write, so decode's pages
     wait for its own word; meanwhile the other rank of its instance has ended and is back.
@@ -152,7 +138,7 @@ def test_a_rank_that_stands_still_is_given_up_by_the_others_and_writes_nothing_w
                 assert system.counts()["decode-0"].quarantined == PAGES and not proofs.names
             system.network.resume(stopped)
             await wait_until(lambda: name in system.processes and system.processes[name].address != stopped)
-            await served_again(system, client, wait_until)
+            await served_again(system, client)
             proofs.watcher.look()
             if name.startswith("prefill"):
                 assert proofs.names[0] == "drained", "the one that had stood still acks before it ends, too"
@@ -166,7 +152,7 @@ def test_a_rank_that_stands_still_is_given_up_by_the_others_and_writes_nothing_w
     [("prefill-0", "prefill-0.1"), ("decode-0", "decode-0.1"), ("prefill-0.1", "decode-0"), ("prefill-0", "decode-0")],
 )
 def test_a_partition_between_two_ranks_ends_and_everything_comes_back(
-    client_of: Any, wait_until: Any, a: str, b: str, phase: str
+    client_of: Any, wait_until: Any, served_again: Any, a: str, b: str, phase: str
 ) -> None:
     async def main() -> None:
         async with SimSystem(options(delay_ms=1500)) as system:
@@ -183,7 +169,7 @@ def test_a_partition_between_two_ranks_ends_and_everything_comes_back(
                     await asked
             await asyncio.sleep(6)
             system.network.heal(*ends)
-            await served_again(system, client, wait_until)
+            await served_again(system, client)
             proofs.watcher.look()
             same_instance = a.split(".")[0] == b.split(".")[0]
             assert (system.processes[a].address != ends[0]) == same_instance
@@ -217,7 +203,9 @@ def test_a_follower_that_is_slow_holds_the_forward_and_nothing_else(client_of: A
     run(main())
 
 
-def test_case_26_both_source_ranks_are_told_of_an_abort_and_both_ack(client_of: Any, wait_until: Any) -> None:
+def test_case_26_both_source_ranks_are_told_of_an_abort_and_both_ack(
+    client_of: Any, wait_until: Any, heard_by: Any
+) -> None:
     """Case 26: each rank acks by itself, to the owner of the pages; the room hears of both."""
 
     async def main() -> None:
@@ -227,9 +215,7 @@ def test_case_26_both_source_ranks_are_told_of_an_abort_and_both_ack(client_of: 
             asked = asyncio.create_task(client.collect(live))
             await wait_until(lambda: writing(system))
             (room,) = system.decode().rooms.values()
-            seen: list[Drained] = []
-            take = system.decode()._on_message[Drained]
-            system.decode()._on_message[Drained] = lambda peer, m: (seen.append(m), take(peer, m))[1]
+            seen: list[Drained] = heard_by(Drained, system.decode())
             asked.cancel()
             await asyncio.gather(asked, return_exceptions=True)
             assert await system.settle(5), system.counts()
@@ -377,7 +363,6 @@ def test_a_follower_that_is_told_to_write_to_a_decode_that_has_ended_lets_go_of_
                 if not isinstance(message, CancelRoom):  # it comes, too, but later
                     follower._on_message[type(message)](peer, message)
             await wait_until(lambda: [r.machine.state for r in follower.rooms.values()] == [SenderState.BROKEN])
-            await wait_until(lambda: bool(follower.rooms))
             await asyncio.gather(asked, return_exceptions=True)
             assert await system.settle(20), system.counts()
             assert not follower.rooms
@@ -436,7 +421,7 @@ def test_an_instance_is_registered_once_all_its_ranks_have_joined(wait_until: An
             names = {rank.address.name for rank in system.router.roster.ranks if rank.role == "prefill"}
             assert not names and system.router.roster.missing == ("prefill: 0 of 1 instances are complete",)
             system.spawn("prefill", "prefill-0.1")
-            await wait_until(lambda: ready(system))
+            await wait_until(lambda: system.ready)
 
     run(main())
 
@@ -444,7 +429,7 @@ def test_an_instance_is_registered_once_all_its_ranks_have_joined(wait_until: An
 @pytest.mark.parametrize("fault", ["kill", "stop", "cut"])
 @pytest.mark.parametrize("name", ["prefill-0", "prefill-0.1"])
 def test_over_tcp_a_writer_is_shut_out_at_every_rank_that_it_writes_to(
-    client_of: Any, wait_until: Any, name: str, fault: str
+    client_of: Any, wait_until: Any, served_again: Any, name: str, fault: str
 ) -> None:
     """Two stages write to three: the first rank of prefill has something for two of them. Its silence proves nothing,
     and its end neither: its pages come back when both ranks here have destroyed its agents.
@@ -478,7 +463,7 @@ def test_over_tcp_a_writer_is_shut_out_at_every_rank_that_it_writes_to(
                 await wait_until(lambda: name in system.processes and system.processes[name].address != lost)
             else:
                 system.network.heal(lost, owner)
-            await served_again(system, client, wait_until)
+            await served_again(system, client)
             proofs.watcher.look()
 
     run(main())

@@ -21,17 +21,6 @@ PROMPTS = [tuple(range(100 * i, 100 * i + 20)) for i in range(1, 5)]
 MAX_TOKENS = 60
 
 
-def note(actor: Any, kind: type[Any], into: list[Any]) -> None:
-    """Keep what comes of this kind; it is handled all the same."""
-    handler = actor._on_message[kind]
-
-    def take(peer: Any, message: Any) -> None:
-        into.append(message)
-        handler(peer, message)
-
-    actor._on_message[kind] = take
-
-
 def room_of_each_attempt(opened: list[OpenPrefill]) -> dict[int, list[OpenPrefill]]:
     found = defaultdict(list)
     for message in opened:
@@ -42,7 +31,7 @@ def room_of_each_attempt(opened: list[OpenPrefill]) -> dict[int, list[OpenPrefil
 @pytest.mark.parametrize("policy", [EARLY, PREFILL_COMPLETE])
 @pytest.mark.parametrize("why", ["retracted", "the front lost decode"])
 def test_case_37_one_push_per_room_and_a_room_per_attempt(
-    client_of: Any, wait_until: Any, why: str, policy: str
+    client_of: Any, wait_until: Any, heard_by: Any, why: str, policy: str
 ) -> None:
     """Case 37: four requests in a pool of one and a half, or a link to decode that breaks in mid-answer. Each attempt
     is a room: its prompt is what the client has, computed whole; one Destination; one transfer of its own bytes; and
@@ -58,12 +47,9 @@ def test_case_37_one_push_per_room_and_a_room_per_attempt(
         async with SimSystem(options) as system:
             client = await client_of(system, attempts=3)
             prefill, decode = system.prefill(), system.decode()
-            opened: list[OpenPrefill] = []
-            asked: list[Destination] = []
-            sent: list[Drained] = []
-            note(prefill, OpenPrefill, opened)
-            note(prefill, Destination, asked)
-            note(decode, Drained, sent)
+            opened: list[OpenPrefill] = heard_by(OpenPrefill, prefill)
+            asked: list[Destination] = heard_by(Destination, prefill)
+            sent: list[Drained] = heard_by(Drained, decode)
             lives = [client.open(prompt, max_tokens=MAX_TOKENS) for prompt in PROMPTS]
             tasks = [asyncio.create_task(client.collect(live)) for live in lives]
             if why != "retracted":

@@ -8,8 +8,11 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
+from ray import autoscaler
+from ray.autoscaler._private import util
 
 from kvferry.cluster.config import load
 from kvferry.cluster.secret import VARIABLE, secret_path
@@ -57,14 +60,11 @@ def start_commands(cluster: dict[str, Any]) -> list[str]:
 
 
 def test_rays_schema_takes_the_file(cluster: dict[str, Any]) -> None:
-    jsonschema = pytest.importorskip("jsonschema")
-    autoscaler = pytest.importorskip("ray.autoscaler")
     schema = json.loads((Path(autoscaler.__file__).parent / "ray-schema.json").read_text())
     jsonschema.validate(cluster, schema)
 
 
 def test_ray_prepares_it_as_ray_up_does(cluster: dict[str, Any]) -> None:
-    util = pytest.importorskip("ray.autoscaler._private.util")
     prepared = util.prepare_config(cluster)
     util.validate_config(prepared)
     head, types = prepared["head_node_type"], prepared["available_node_types"]
@@ -73,8 +73,6 @@ def test_ray_prepares_it_as_ray_up_does(cluster: dict[str, Any]) -> None:
 
 
 def test_the_schema_refuses_a_key_that_ray_does_not_know(cluster: dict[str, Any]) -> None:
-    util = pytest.importorskip("ray.autoscaler._private.util")
-    jsonschema = pytest.importorskip("jsonschema")
     with pytest.raises(jsonschema.ValidationError, match="setup_command"):
         util.validate_config(util.prepare_config(cluster | {"setup_command": []}))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from ray.serve import schema
 
 from kvferry.cluster.config import APPLICATION_KEYS, HTTP_KEYS, SERVE_KEYS, Config, from_args, load
 from kvferry.cluster.config_rules import CHOICES, PATTERNS, RANGES
@@ -222,7 +223,6 @@ def test_api_keys_are_never_shown(tmp_path: Path) -> None:
 
 
 def test_serves_own_schema_takes_the_committed_file() -> None:
-    schema = pytest.importorskip("ray.serve.schema")
     tree = msgspec.yaml.decode((ROOT / "serve.yaml").read_bytes())
     deploy = schema.ServeDeploySchema.model_validate(tree)
     assert (deploy.http_options.host, deploy.http_options.port) == ("127.0.0.1", 8000)

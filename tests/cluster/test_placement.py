@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import ray
 
 from kvferry.cluster.config import Config, load
 from kvferry.cluster.network import check_reachable, own_host
+from kvferry.cluster.placement import target_node
 from kvferry.protocol.address import Address
 from kvferry.protocol.errors import ConfigError
 from kvferry.transfer.shared import host_identity
@@ -18,9 +20,7 @@ def node(name: str, slots: float, alive: bool = True) -> dict[str, Any]:
 
 
 def target(config: Config, nodes: list[dict[str, Any]], **ours: int) -> str | None:
-    placement = pytest.importorskip("kvferry.cluster.placement")
-    found: str | None = placement.target_node(config, nodes, ours)
-    return found
+    return target_node(config, nodes, ours)
 
 
 def test_over_tcp_instances_are_spread() -> None:
@@ -44,7 +44,6 @@ def test_without_any_slot_ray_waits_for_one() -> None:
 
 
 def test_an_address_is_taken_as_it_is_and_node_is_rays(monkeypatch: pytest.MonkeyPatch) -> None:
-    ray = pytest.importorskip("ray")
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.1.2.3")
     assert own_host("192.168.1.5") == "192.168.1.5"
     assert own_host("node") == "10.1.2.3"

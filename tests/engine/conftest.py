@@ -1,7 +1,11 @@
 """The real model, loaded once for all tests of the engine, and small random ones."""
 
 import asyncio
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +17,24 @@ from kvferry.engine.tokenizer import ChatTokenizer
 from kvferry.engine.torch_engine import TorchEngine
 
 torch.set_num_threads(1)  # the machine's few cores are shared, and more threads only wait for each other
+
+
+@pytest.fixture
+def printed_by():
+    """printed_by(script, limit_s, **environment): what a script beside this file prints in a process of its own."""
+
+    def run(script: str, limit_s: float, **environment: str) -> str:
+        done = subprocess.run(
+            [sys.executable, str(Path(__file__).with_name(script))],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import torch
 from kvferry.kernels.strided_copy import Slices, gather_slices, scatter_slices
 from kvferry.kernels.strided_copy_triton import gather_slices_triton, scatter_slices_triton
 
-#: Name, bytes of one value, the shapes that are tried: (heads of an entry, first one, heads taken, values per head).
+#: By name: the dtype, and the shapes that are tried: (heads of an entry, first one, heads taken, values per head).
 KINDS = {
     "float32": (torch.float32, [(8, 2, 2, 16), (3, 1, 1, 10), (3, 1, 1, 5)]),
     "float16": (torch.float16, [(8, 6, 2, 8), (3, 2, 1, 10), (3, 1, 1, 7)]),
@@ -31,7 +31,9 @@ for name, (dtype, shapes) in KINDS.items():
         at = random.permutation(10)[:4] * 4
         count = random.integers(1, 5, 4)
         start, stride, width = first * size * item, heads * size * item, taken * size * item
-        sides = [Slices(a, [start] * 3, [stride] * 3, [width] * 3, at, count) for a in (areas, [a + 0 for a in areas])]
+        sides = [
+            Slices(a, [start] * 3, [stride] * 3, [width] * 3, at, count) for a in (areas, [a.clone() for a in areas])
+        ]
         length = sides[0].entries * 3 * width
         packed, expected = torch.zeros(length, dtype=torch.uint8), torch.zeros(length, dtype=torch.uint8)
         gather_slices(sides[0], expected)

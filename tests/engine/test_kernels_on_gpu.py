@@ -1,4 +1,4 @@
-"""The kernels on a real GPU against their twins on the CPU. Skipped where there is none; see docs/gpu.md."""
+"""The kernels on a real GPU against their twins on the CPU: `-m gpu` chooses them; see docs/gpu.md."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,12 @@ import torch
 from kvferry.kernels.paged_attention import paged_decode
 from kvferry.kernels.strided_copy import Slices, gather_slices, scatter_slices
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def gpu():
+    assert torch.cuda.is_available(), "torch finds no CUDA device here; `-m 'not gpu'` leaves these tests out"
 
 
 @pytest.mark.parametrize("size", [32, 64, 80, 96, 128, 256])

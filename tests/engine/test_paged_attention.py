@@ -1,10 +1,5 @@
 """The torch twin against attention worked out densely in float64, and the Triton kernel against the twin."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -70,14 +65,6 @@ def test_write_kv_touches_its_slots_only():
     assert v_pages.view(12, -1).sum(1).tolist() == [0] * 5 + [32] + [0] * 5 + [32]
 
 
-def test_the_triton_kernel_interpreted_equals_the_twin():
-    script = Path(__file__).with_name("triton_interpreted.py")
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.split() == ["float32", "float16", "bfloat16"]
+def test_the_triton_kernel_interpreted_equals_the_twin(printed_by):
+    printed = printed_by("triton_interpreted.py", 200, TRITON_INTERPRET="1")
+    assert printed.split() == ["float32", "float16", "bfloat16"]

@@ -33,6 +33,7 @@ from kvferry.transfer.spans import addresses
 WANT = Sampling(max_tokens=1)
 TABLES = ((9, 2, 17, 5, 11, 14, 18), (0, 3, 8, 1, 6, 19, 16), (4, 7, 10, 12, 13, 15))
 PAGES, PAGE_SIZE = 20, 4
+SIZES = {"pages": PAGES, "page_size": PAGE_SIZE, "metadata_rows": 1, "threads": 1, "now_s": lambda: 0.0}
 #: Tokens that each of three sequences feeds in each forward: chunks first, of unequal lengths, then one by one.
 TURNS = ((9, 8, 1), (4, 0, 0), (8, 0, 0), (1, 1, 1), (1, 1, 1), (1, 1, 1))
 _tokens = count()
@@ -241,9 +242,6 @@ def test_the_leader_draws_and_followers_follow(tiny):
     assert [len(engine.regions()) for engine in engines] == [2 * 2 + 1, 2 * 2 + 1, 2 * 1 + 1, 2 * 1 + 1]
 
 
-SIZES = {"pages": PAGES, "page_size": PAGE_SIZE, "metadata_rows": 1, "threads": 1, "now_s": lambda: 0.0}
-
-
 def test_a_rank_that_stands_still_is_given_up_after_the_limit(tiny):
     models = iter([tiny("Llama") for _ in range(2)])
     engines = on_ranks(2, 1, lambda group: TorchEngine(next(models), **SIZES, group=group), limit_s=0.5)
@@ -294,13 +292,7 @@ def test_without_a_leader_there_is_no_store_to_join():
 @pytest.mark.parametrize(
     ("family", "changes", "tp", "pp", "message"),
     [
-        (
-            "Llama",
-            NINE,
-            2,
-            1,
-            "tp: 2 is not acceptable; allowed: what divides the 9 query heads, and",
-        ),
+        ("Llama", NINE, 2, 1, "tp: 2 is not acceptable; allowed: what divides the 9 query heads, and"),
         ("Llama", EIGHT | {"num_key_value_heads": 8, "num_attention_heads": 12}, 6, 1, "divides the 8 KV heads or is"),
         ("Llama", {}, 1, 4, "pp: 4 is not acceptable; allowed: at most the model's 3 layers"),
         ("Phi3", {"pad_token_id": 0}, 2, 1, "tp: 2 is not acceptable; allowed: 1 for a model of type phi3"),

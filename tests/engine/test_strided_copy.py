@@ -1,10 +1,5 @@
 """The torch twin against slices that are copied one by one, and the Triton kernel against the twin."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -66,14 +61,6 @@ def test_words_are_as_wide_as_everything_allows():
     assert Slices([area[4:]], [0], [16], [8], one, one).word_bytes(packed) == 4
 
 
-def test_the_triton_kernel_interpreted_equals_the_twin():
-    script = Path(__file__).with_name("strided_interpreted.py")
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines() == ["float32 4 8", "float16 2 4 8", "bytes 1 2 4 8"]
+def test_the_triton_kernel_interpreted_equals_the_twin(printed_by):
+    printed = printed_by("strided_interpreted.py", 200, TRITON_INTERPRET="1")
+    assert printed.splitlines() == ["float32 4 8", "float16 2 4 8", "bytes 1 2 4 8"]

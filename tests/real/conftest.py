@@ -12,8 +12,10 @@ from typing import Any
 import httpx
 import pytest
 from accounts import account
+from answers import Answer, take
 from processes import descendants
 from serving import Served
+from storm_clients import Known, body_of, judge
 
 from kvferry.cluster import ingress
 
@@ -29,6 +31,20 @@ class Server(Served):
     def chat(self, content: str, **fields: Any) -> httpx.Response:
         body = {"model": "smollm2-135m", "temperature": 0, "messages": [{"role": "user", "content": content}]} | fields
         return self.http.post("/v1/chat/completions", json=body)
+
+    def complete(self, known: Known) -> httpx.Response:
+        """The reference's prompt, and as many tokens as it has at most."""
+        return self.http.post("/v1/completions", json=body_of(known, stream=False, tokens=32))
+
+    @staticmethod
+    def assert_same(known: Known, response: httpx.Response) -> bool:
+        """Equal to the reference, or first different at a tie. Returns whether they are equal."""
+        assert response.status_code == 200, response.text
+        answer = Answer()
+        take(answer, response.json())
+        verdict, detail = judge(answer, known, left=False)
+        assert verdict in ("right", "tie"), f"{len(known.prompt_ids)} tokens: {verdict}, {detail}"
+        return verdict == "right"
 
     def instance(self, name: str) -> dict[str, Any]:
         found: dict[str, Any] = next(i for i in self.status()["instances"] if i["id"] == name)

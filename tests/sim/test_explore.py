@@ -113,13 +113,15 @@ class Keys:
     one way to 0 leads over 4, so the walk that starts at 0 has it at last.
     """
 
-    STEPS = ((0, 1), (0, 4), (4, 0), (2, 3))
+    def __init__(self, forbidden: bool = False) -> None:
+        self.steps: tuple[tuple[int, int], ...] = ((0, 1), (0, 4), (4, 0), (2, 3))
+        self.forbidden = forbidden
 
     def start(self) -> int:
         return 0
 
     def own(self, state: int) -> Iterator[tuple[Any, ...]]:
-        return (("to", to) for at, to in self.STEPS if at == state)
+        return (("to", to) for at, to in self.steps if at == state)
 
     def brought(self, state: int, gathered: int) -> Iterator[tuple[Any, ...]]:
         if state == 1 and gathered & 1:
@@ -142,9 +144,6 @@ class Keys:
     def is_fair(self, event: tuple[Any, ...]) -> bool:
         return True
 
-    def __init__(self, forbidden: bool = False) -> None:
-        self.forbidden = forbidden
-
 
 def test_what_is_gathered_later_reaches_states_that_were_left_before() -> None:
     """1 is met before the key is; it is left again when the key has come there by way of 0, and each state is met once.
@@ -162,7 +161,7 @@ def test_a_violation_behind_something_gathered_is_found() -> None:
 
 def test_a_state_that_needs_what_nobody_gathers_is_stuck() -> None:
     keys = Keys()
-    keys.STEPS = ((0, 1), (2, 3))  # type: ignore[assignment]
+    keys.steps = ((0, 1), (2, 3))
     found = GatheringSearch(keys).run()
     assert found.violation is not None and found.violation.checker == "all-end"
 

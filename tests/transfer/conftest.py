@@ -3,9 +3,11 @@
 import asyncio
 import ctypes
 import os
+import sys
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,11 +18,13 @@ from kvferry.transfer.fake import FakeFabric
 from kvferry.transfer.faulty import FaultyEndpoint
 from kvferry.transfer.local import LocalEndpoint
 from kvferry.transfer.shared import Area
+from kvferry.transfer.spans import make_spans
 from kvferry.transfer.staging.endpoint import StagingEndpoint, StagingSizes
 from kvferry.transfer.ucx import UcxEndpoint
 from kvferry.transfer.ucxx import UcxxEndpoint
 
 LAYERS, PAGES, PAGE_BYTES, ROW_BYTES = 3, 80, 4096, 64
+REGION_BYTES = PAGES * PAGE_BYTES
 
 
 class Memory:
@@ -109,6 +113,25 @@ async def soon(condition):
             await asyncio.sleep(0.001)
 
 
+def rounds(count):
+    """The first region's bytes, `count` times: a write of any length on little memory."""
+    return make_spans(0, 0, 0, 0, [REGION_BYTES] * count)
+
+
+async def said(process):
+    """The next line that it prints."""
+    return (await asyncio.wait_for(process.stdout.readline(), 60)).decode().strip()
+
+
+async def stdin_ends():
+    """Of this process, which reads nothing from it."""
+    loop = asyncio.get_running_loop()
+    ended = loop.create_future()
+    loop.add_reader(sys.stdin.fileno(), ended.set_result, None)
+    await ended
+    loop.remove_reader(sys.stdin.fileno())
+
+
 @pytest.fixture
 def tools():
     """The helpers above, for test files that can't import this one."""
@@ -117,7 +140,8 @@ def tools():
 
 class Tools:
     Memory, Heads, Site, Outcome = Memory, Heads, Site, Outcome
-    soon = staticmethod(soon)
+    REGION_BYTES = REGION_BYTES
+    soon, said, rounds = staticmethod(soon), staticmethod(said), staticmethod(rounds)
 
     @staticmethod
     async def open_staging(*args, **options):
@@ -234,3 +258,29 @@ async def make_site(no_survivors):
     for site in sites:
         await site.endpoint.close()
     assert sockets() == before
+
+
+@pytest.fixture
+async def start(make_site):
+    """start(script, *arguments): a process beside this file. None outlives the test."""
+    started = []
+
+    async def begin(script, *arguments):
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            str(Path(__file__).with_name(script)),
+            *arguments,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        if process.returncode is None:
+            process.kill()
+        process.stdin.close()
+        await process.wait()
+        process._transport.close()

@@ -10,7 +10,7 @@ import json
 import sys
 
 import numpy as np
-from conftest import Memory, endpoint_of
+from conftest import Memory, endpoint_of, stdin_ends
 
 from kvferry.transfer.contract import encode_descriptor
 
@@ -26,16 +26,13 @@ def verdict(memory, source, payload):
 
 
 async def main(kind, incarnation, seed, writer):
-    memory, source, loop = Memory(), Memory(seed), asyncio.get_running_loop()
+    memory, source = Memory(), Memory(seed)
     endpoint = endpoint_of(
         kind, memory, incarnation, lambda agent, payload: print(verdict(memory, source, payload), agent, flush=True)
     )
     endpoint.expect(+1)
     print(encode_descriptor(await endpoint.accept(writer)).hex(), flush=True)
-    ended = loop.create_future()
-    loop.add_reader(sys.stdin.fileno(), ended.set_result, None)
-    await ended
-    loop.remove_reader(sys.stdin.fileno())
+    await stdin_ends()
     await endpoint.close()
 
 

@@ -9,7 +9,7 @@ import asyncio
 import sys
 
 import numpy as np
-from conftest import Heads, Outcome, open_staging
+from conftest import Heads, Outcome, open_staging, stdin_ends
 
 from kvferry.transfer.contract import WriteOutcome, decode_descriptor, encode_descriptor
 from kvferry.transfer.page_plan import page_blocks
@@ -19,16 +19,12 @@ SOURCE, TARGET = 0x51, 0x52
 
 
 async def main(role, transports):
-    loop = asyncio.get_running_loop()
     memory, incarnation = (Heads(), TARGET) if role == "target" else (Heads(2, 2, seed=1), SOURCE)
     site = await open_staging(f"ucx-{transports}", None, incarnation, memory)
     site.endpoint.expect(+1)
     if role == "target":
         print(encode_descriptor(await site.endpoint.accept(SOURCE)).hex(), flush=True)
-        ended = loop.create_future()
-        loop.add_reader(sys.stdin.fileno(), ended.set_result, None)
-        await ended
-        loop.remove_reader(sys.stdin.fileno())
+        await stdin_ends()
     else:
         line = await asyncio.to_thread(sys.stdin.readline)
         peer = await site.endpoint.connect(decode_descriptor(bytes.fromhex(line)))

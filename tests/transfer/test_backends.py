@@ -123,10 +123,10 @@ async def test_auto_serves_a_pair_of_one_host_and_one_of_two_at_the_same_time(to
         peer = await source.connect(way)
         assert await source.connect(way) is peer
         outcome, long = tools.Outcome(), tools.Outcome()
-        source.write(peer, make_spans(region, region, 0, 0, [80 * 4096]), outcome)
+        source.write(peer, make_spans(region, region, 0, 0, [tools.REGION_BYTES]), outcome)
         assert (await outcome).outcome is WriteOutcome.FLUSHED
         source.notify(peer, bytes([region]))
-        source.cancel(source.write(peer, make_spans(0, 0, 0, 0, [80 * 4096] * 4096), long))
+        source.cancel(source.write(peer, tools.rounds(4096), long))
         assert (await long).outcome is WriteOutcome.CANCELLED
     await tools.soon(lambda: sorted(notes) == [b"\0", b"\1"])
     assert np.array_equal(memories[2].arrays[1], memories[1].arrays[1])

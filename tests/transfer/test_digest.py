@@ -139,7 +139,8 @@ def test_bytes_of_a_list_are_found_by_their_number(tools):
 
 
 def test_where_all_bytes_are_equal_none_can_be_changed(tools):
-    assert flipping(plan(tools.Memory(), tools.Memory()), tools.Memory().regions, 5) is None
+    memory = tools.Memory()
+    assert flipping(plan(memory, memory), memory.regions, 5) is None
 
 
 def test_regions_round_trip_and_garbage(tools):

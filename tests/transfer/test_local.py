@@ -4,7 +4,6 @@ import asyncio
 import gc
 import os
 import signal
-import sys
 from pathlib import Path
 
 import msgspec
@@ -17,8 +16,6 @@ from kvferry.transfer.local import LocalEndpoint
 from kvferry.transfer.local_door import LocalMetadata
 from kvferry.transfer.shared import Area, Window
 from kvferry.transfer.spans import make_spans
-
-REGION_BYTES = 80 * 4096
 
 
 def changed(descriptor, **fields):
@@ -106,39 +103,13 @@ async def test_copies_by_the_kernel_are_the_same(tools):
         assert copy(*columns, stop) == 0 and not target.any()
 
 
-@pytest.fixture
-async def start(make_site):
-    """start(script, *arguments): a process beside this file. None outlives the test."""
-    started = []
-
-    async def begin(script, *arguments):
-        pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
-        path = str(Path(__file__).with_name(script))
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        process = await asyncio.create_subprocess_exec(sys.executable, path, *arguments, **pipes, env=environment)
-        started.append(process)
-        return process
-
-    yield begin
-    for process in started:
-        if process.returncode is None:
-            process.kill()
-        process.stdin.close()
-        await process.wait()
-        process._transport.close()
-
-
-async def said(process):
-    return (await asyncio.wait_for(process.stdout.readline(), 60)).decode().strip()
-
-
 async def test_a_writer_killed_in_mid_write_has_written_its_last_byte(make_site, start, tools):
     """*Exited* is proof here: nothing of a dead writer's is under way anywhere."""
     target = await make_site("local", 0xB, tools.Memory())
     writer = await start("writer_process.py", "local", str(0xA), "5")
     descriptor = await target.endpoint.accept(0xA)
     writer.stdin.write(tools.hex_of(descriptor) + b"\n")
-    assert await said(writer) == "writing"
+    assert await tools.said(writer) == "writing"
     memory = target.memory.arrays[0]
     memory[:] = 0
     await tools.soon(memory.any)
@@ -155,34 +126,34 @@ async def test_a_cancelled_write_to_a_stopped_target_ends_at_once(make_site, sta
     """
     source = await make_site("local", 0xA, tools.Memory(seed=5))
     process = await start("peer_process.py", "local", str(0xB), "5", str(0xA))
-    peer = await source.endpoint.connect(tools.descriptor_of(await said(process)))
+    peer = await source.endpoint.connect(tools.descriptor_of(await tools.said(process)))
     process.send_signal(signal.SIGSTOP)
     outcome = tools.Outcome()
-    handle = source.endpoint.write(peer, make_spans(0, 0, 0, 0, [REGION_BYTES] * 65536), outcome)
+    handle = source.endpoint.write(peer, tools.rounds(65536), outcome)
     await tools.soon(lambda: handle.flushed_bytes)
     source.endpoint.cancel(handle)
     result = await outcome
-    assert result.outcome is WriteOutcome.CANCELLED and 0 < result.size_bytes < 65536 * REGION_BYTES
+    assert result.outcome is WriteOutcome.CANCELLED and 0 < result.size_bytes < 65536 * tools.REGION_BYTES
     whole = list(range(80))
     for _ in range(600):
         source.endpoint.notify(peer, b"[[],[]] " + b" " * 1000)
     process.send_signal(signal.SIGCONT)
     others = tools.Outcome()
-    spans = [make_spans(region, region, 0, 0, [REGION_BYTES]) for region in range(6)]
+    spans = [make_spans(region, region, 0, 0, [tools.REGION_BYTES]) for region in range(6)]
     source.endpoint.write(peer, np.concatenate(spans), others)
     await others
     source.endpoint.notify(peer, f"[{whole},{whole}]".encode())
-    verdicts = [(await said(process)).split()[0] for _ in range(601)]
+    verdicts = [(await tools.said(process)).split()[0] for _ in range(601)]
     assert verdicts[-1] == "right"
 
 
 async def test_a_target_killed_while_it_is_told_breaks_the_peer_and_no_other(make_site, start, tools):
     source = await make_site("local", 0xA, tools.Memory(seed=5))
     first, second = [await start("peer_process.py", "local", str(number), "5", str(0xA)) for number in (0xB, 0xC)]
-    peer, other = [await source.endpoint.connect(tools.descriptor_of(await said(p))) for p in (first, second)]
+    peer, other = [await source.endpoint.connect(tools.descriptor_of(await tools.said(p))) for p in (first, second)]
     outcomes = [tools.Outcome() for _ in range(3)]
-    source.endpoint.write(peer, make_spans(0, 0, 0, 0, [REGION_BYTES] * 65536), outcomes[0])
-    source.endpoint.write(other, make_spans(0, 0, 0, 0, [REGION_BYTES] * 512), outcomes[1])
+    source.endpoint.write(peer, tools.rounds(65536), outcomes[0])
+    source.endpoint.write(other, tools.rounds(512), outcomes[1])
     first.kill()
     broken, right = await outcomes[0], await outcomes[1]
     assert broken.outcome is WriteOutcome.BROKEN and broken.error and right.outcome is WriteOutcome.FLUSHED

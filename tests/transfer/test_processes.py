@@ -2,50 +2,27 @@
 
 import asyncio
 import json
-import os
 import signal
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvferry.transfer.contract import TransferError, WriteOutcome, decode_descriptor
+from kvferry.transfer.contract import TransferError, WriteOutcome
 from kvferry.transfer.plan import pair, plan_pages
 from kvferry.transfer.spans import make_spans
 
 SEED = 5
-REGION_BYTES = 80 * 4096
 
 
 @pytest.fixture
-async def start_target(make_site):
-    """start_target(kind, incarnation): a target process and its descriptor. None outlives the test."""
-    started = []
+def start_target(start, tools):
+    """start_target(kind, incarnation): a target process and its descriptor."""
 
-    async def start(kind, incarnation):
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            str(Path(__file__).with_name("peer_process.py")),
-            kind,
-            str(incarnation),
-            str(SEED),
-            str(0xA),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        )
-        started.append(process)
-        line = await asyncio.wait_for(process.stdout.readline(), 60)
-        return process, decode_descriptor(bytes.fromhex(line.decode()))
+    async def begin(kind, incarnation):
+        process = await start("peer_process.py", kind, str(incarnation), str(SEED), str(0xA))
+        return process, tools.descriptor_of(await tools.said(process))
 
-    yield start
-    for process in started:
-        if process.returncode is None:
-            process.kill()
-        process.stdin.close()
-        await process.wait()
-        process._transport.close()
+    return begin
 
 
 @pytest.fixture(params=["ucx-host", "ucx-tcp", "ucxx-host", "local"])
@@ -58,9 +35,7 @@ async def source(make_site, kind, tools):
     return await make_site(kind, 0xA, tools.Memory(SEED))
 
 
-def huge(count=4096):
-    """A write that takes seconds: one region, over and over."""
-    return make_spans(0, 0, 0, 0, [REGION_BYTES] * count)
+LONG = 4096  # rounds that take seconds
 
 
 async def warm(source, peer, tools):
@@ -81,8 +56,7 @@ async def test_64_scattered_pages_are_right_when_the_notification_comes(source, 
     result = await outcome
     assert (result.outcome, result.size_bytes) == (WriteOutcome.FLUSHED, 64 * 6 * 4096)
     source.endpoint.notify(peer, json.dumps([source_pages.tolist(), target_pages.tolist()]).encode())
-    answer = await asyncio.wait_for(process.stdout.readline(), 60)
-    verdict, agent = answer.decode().split()
+    verdict, agent = (await tools.said(process)).split()
     assert verdict == "right" and f"{0xA:016x}" in agent
     process.stdin.close()
     assert await process.wait() == 0
@@ -93,12 +67,12 @@ async def test_a_target_killed_in_mid_write_breaks_it_and_its_successor_is_serve
     peer = await source.endpoint.connect(descriptor)
     await warm(source, peer, tools)
     first, second = tools.Outcome(), tools.Outcome()
-    source.endpoint.write(peer, huge(65536), first)
-    source.endpoint.write(peer, huge(1), second)
+    source.endpoint.write(peer, tools.rounds(65536), first)
+    source.endpoint.write(peer, tools.rounds(1), second)
     process.kill()
     await process.wait()
     broken = await first
-    assert broken.outcome is WriteOutcome.BROKEN and broken.error and broken.size_bytes < 65536 * REGION_BYTES
+    assert broken.outcome is WriteOutcome.BROKEN and broken.error and broken.size_bytes < 65536 * tools.REGION_BYTES
     assert (await second).outcome is WriteOutcome.BROKEN
     if kind in ("ucx-host", "local"):
         with pytest.raises(TransferError, match=r"can't reach the memory|does not answer"):
@@ -116,7 +90,7 @@ async def test_on_one_host_a_stopped_target_is_written_to_all_the_same(source, s
     await warm(source, peer, tools)
     process.send_signal(signal.SIGSTOP)
     outcome = tools.Outcome()
-    source.endpoint.write(peer, huge(4), outcome)
+    source.endpoint.write(peer, tools.rounds(4), outcome)
     assert (await outcome).outcome is WriteOutcome.FLUSHED
 
 
@@ -129,7 +103,7 @@ async def test_over_tcp_a_cancelled_write_to_a_stopped_target_ends_only_when_it_
     await warm(source, peer, tools)
     process.send_signal(signal.SIGSTOP)
     outcome = tools.Outcome()
-    handle = source.endpoint.write(peer, huge(), outcome)
+    handle = source.endpoint.write(peer, tools.rounds(LONG), outcome)
     await asyncio.sleep(0.1)  # the window fills
     source.endpoint.cancel(handle)
     await asyncio.sleep(0.1)
@@ -151,17 +125,17 @@ async def test_over_tcp_nothing_reads_the_source_of_a_stopped_target_after_disco
     await warm(source, peer, tools)
     process.send_signal(signal.SIGSTOP)
     outcome, other = tools.Outcome(), tools.Outcome()
-    source.endpoint.write(peer, huge(), outcome)
+    source.endpoint.write(peer, tools.rounds(LONG), outcome)
     await asyncio.sleep(0.1)
     await source.endpoint.disconnect(peer)
     assert (await outcome).outcome is WriteOutcome.BROKEN
     _, second = await start_target(kind, 0xC)
-    source.endpoint.write(await source.endpoint.connect(second), huge(1), other)
+    source.endpoint.write(await source.endpoint.connect(second), tools.rounds(1), other)
     assert (await other).outcome is WriteOutcome.FLUSHED
     if kind == "ucxx-host":  # what UCXX has under way ends with the peer's help only, and then its connection goes
         process.send_signal(signal.SIGCONT)
     left = tools.Outcome()
-    source.endpoint.write(await source.endpoint.connect(descriptor), huge(), left)
+    source.endpoint.write(await source.endpoint.connect(descriptor), tools.rounds(LONG), left)
     await asyncio.sleep(0.1)
     await source.endpoint.close()
     assert (await left).outcome is WriteOutcome.BROKEN

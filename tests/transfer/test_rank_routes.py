@@ -174,7 +174,7 @@ def test_every_byte_of_every_page_is_written_once(source: tuple[int, int], targe
                 wrote.add((rank, to))
     for counts in written.values():
         assert (counts[:, [4, 1]] == 1).all() and not counts[:, [0, 2, 3]].any()
-    assert {(rank, to) for rank, to in wrote} | {(0, 0)} == {
+    assert wrote | {(0, 0)} == {
         (rank, to) for rank, targets in routes(slices(*source), found).items() for to in targets
     }
 

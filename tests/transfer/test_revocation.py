@@ -4,13 +4,12 @@ import asyncio
 import os
 import resource
 import signal
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvferry.transfer.contract import TransferError, WriteOutcome, encode_descriptor
+from kvferry.transfer.contract import TransferError, WriteOutcome
 from kvferry.transfer.spans import make_spans
 
 WRITER = 0xA
@@ -19,14 +18,14 @@ WRITER = 0xA
 class Writer:
     """A writer process, and the lines that it prints."""
 
-    def __init__(self, process):
-        self.process = process
+    def __init__(self, process, tools):
+        self.process, self.tools = process, tools
 
     def write_to(self, descriptor):
-        self.process.stdin.write(encode_descriptor(descriptor).hex().encode() + b"\n")
+        self.process.stdin.write(self.tools.hex_of(descriptor) + b"\n")
 
     async def says(self):
-        return (await asyncio.wait_for(self.process.stdout.readline(), 60)).decode().strip()
+        return await self.tools.said(self.process)
 
     def send(self, number):
         self.process.send_signal(number)
@@ -35,33 +34,6 @@ class Writer:
         """A call into the kernel that was under way ends first."""
         tasks = Path(f"/proc/{self.process.pid}/task").glob("*/stat")
         return all(task.read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
-
-
-@pytest.fixture
-async def start_writer():
-    started = []
-
-    async def start(kind):
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            str(Path(__file__).with_name("writer_process.py")),
-            kind,
-            str(WRITER),
-            "5",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        )
-        started.append(process)
-        return Writer(process)
-
-    yield start
-    for process in started:
-        if process.returncode is None:
-            process.kill()
-        process.stdin.close()
-        await process.wait()
-        process._transport.close()
 
 
 async def keeps(array, seconds):
@@ -81,11 +53,11 @@ async def changes(array, tools):
 
 
 @pytest.fixture(params=["ucx-host", "ucx-tcp", "ucxx-host", "local"])
-async def under_attack(request, make_site, start_writer, tools):
+async def under_attack(request, make_site, start, tools):
     """(target, writer, memory): a stopped writer in mid-write, and the memory that it writes to."""
     target = await make_site(request.param, 0xB, tools.Memory())
     target.endpoint.expect(+1)
-    writer = await start_writer(request.param)
+    writer = Writer(await start("writer_process.py", request.param, str(WRITER), "5"), tools)
     writer.write_to(await target.endpoint.accept(WRITER))
     assert await writer.says() == "writing"
     memory = target.memory.arrays[0]

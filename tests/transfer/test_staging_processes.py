@@ -1,45 +1,16 @@
 """Staging between two processes, of which one is stopped, continued or killed in mid-transfer."""
 
 import asyncio
-import os
 import signal
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvferry.transfer.contract import WriteOutcome, decode_descriptor, encode_descriptor
+from kvferry.transfer.contract import WriteOutcome
 from kvferry.transfer.page_plan import page_blocks
 from kvferry.transfer.pairing import pair_common
 
 SOURCE, PAGES = 0x51, 40
-
-
-@pytest.fixture
-async def start(make_site):
-    started = []
-
-    async def run(role, transports):
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            str(Path(__file__).with_name("staging_process.py")),
-            role,
-            transports,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        )
-        started.append(process)
-        return process
-
-    yield run
-    for process in started:
-        if process.returncode is None:
-            process.kill()
-        process.stdin.close()
-        await process.wait()
-        process._transport.close()
 
 
 @pytest.fixture(params=["host", "tcp"])
@@ -51,9 +22,8 @@ def transports(request):
 async def writing(start, make_site, transports, tools):
     """(source, peer, blocks, target process); what has been written once lies there."""
     source = await make_site(f"staging-ucx-{transports}", SOURCE, tools.Heads(2, 2, seed=1))
-    process = await start("target", transports)
-    line = await asyncio.wait_for(process.stdout.readline(), 60)
-    peer = await source.endpoint.connect(decode_descriptor(bytes.fromhex(line.decode())))
+    process = await start("staging_process.py", "target", transports)
+    peer = await source.endpoint.connect(tools.descriptor_of(await tools.said(process)))
     pairing = pair_common(source.memory.regions, peer.descriptor.regions)
     blocks = page_blocks(pairing, np.arange(PAGES), np.arange(PAGES))
     outcome = tools.Outcome()
@@ -95,9 +65,9 @@ async def test_nothing_of_a_dead_writer_is_scattered_after_its_agent_is_revoked(
     """On one host its end alone is no proof here: what it has announced may be scattered until `revoke` answers."""
     target = await make_site(f"staging-ucx-{transports}", 0x52, tools.Heads())
     target.endpoint.expect(+1)
-    writer = await start("source", transports)
-    writer.stdin.write(encode_descriptor(await target.endpoint.accept(SOURCE)).hex().encode() + b"\n")
-    assert await asyncio.wait_for(writer.stdout.readline(), 60) == b"writing\n"
+    writer = await start("staging_process.py", "source", transports)
+    writer.stdin.write(tools.hex_of(await target.endpoint.accept(SOURCE)) + b"\n")
+    assert await tools.said(writer) == "writing"
     source = tools.Heads(2, 2, seed=1)
     for index, array in enumerate(target.memory.arrays):
         assert np.array_equal(array, target.memory.from_heads(index, source, np.arange(PAGES), np.arange(PAGES)))

@@ -141,7 +141,7 @@ class SimSystem:
         for role, instance in self._names():
             for name in rank_names(self.options, role, instance):
                 self.spawn(role, name)
-        while not all(self._linked(router) for router in self.routers()):
+        while not self.ready:
             await asyncio.sleep(0.05)
         if self.options.keep:
             await self._keep()
@@ -161,6 +161,12 @@ class SimSystem:
         unified = [("unified", f"unified-{i}") for i in range(self.options.unified.instances)]
         routers = [("router", f"router-{i}") for i in range(self.options.router.instances)]
         return [("registry", "registry"), *routers, *prefill, *decode, *unified]
+
+    @property
+    def ready(self) -> bool:
+        """Routers live, and each of them knows every instance and is linked to it."""
+        routers = self.routers()
+        return bool(routers) and all(self._linked(router) for router in routers)
 
     @staticmethod
     def _linked(router: Router) -> bool:
