@@ -37,15 +37,13 @@ class Model:
         return text
 
 
-LINKS = SessionBounds(faults=1)
-BROKEN_LINKS = SessionBounds(kinds=("path down",))
+LINKS = SessionBounds()
 ONE_ROOM = Bounds(requests=1, faults=1)
 TWO_ROOMS = Bounds(requests=2, prompt=True)
 TWO_CHUNKS = Bounds(requests=1, prompt=True, prompt_tokens=2, pages=4, source_pages=2)
 COMPUTES_FIRST = Bounds(requests=1, prompt=True, policy="prefill_complete")
 SHUT_OUT = Bounds(requests=1, prompt=True, exits=False, revokes=True, crashing=("prefill",))
-TWO_RANKS = Bounds(requests=1, prompt=True, faults=1, ranks=2, crashing=("prefill", "prefill.1", "decode"))
-TWO_FAULTS = replace(TWO_RANKS, faults=2, kinds=("crash", "path", "clock"))
+TWO_RANKS = Bounds(requests=1, prompt=True, ranks=2, crashing=("prefill", "prefill.1", "decode"))
 TWO_ROUTERS = Bounds(routers=2, requests=1, attempts=2, source_pages=2, crashing=("router",), prompt=True)
 
 
@@ -53,15 +51,12 @@ def _world(name: str, title: str, full: Bounds, **small: Any) -> Model:
     return Model(name, title, replace(full, **small), full, World, Search)
 
 
-def _links(name: str, title: str, full: SessionBounds) -> Model:
-    small = replace(full, faults=full.faults - 1)
-    return Model(name, title, small, full, SessionWorld, GatheringSearch)
-
-
 MODELS: dict[str, tuple[Model, ...]] = {
     "session": (
-        _links("session", "two links over a bad carrier", LINKS),
-        _links("session, two breaks", "two links whose paths break again", BROKEN_LINKS),
+        Model(
+            "session", "two links over a bad carrier", replace(LINKS, faults=1, kinds=("path down",)), LINKS,
+            SessionWorld, GatheringSearch,
+        ),
     ),
     "handoff": (
         _world("handoff", "two rooms, and the second needs the pages of the first", TWO_ROOMS, faults=0),
@@ -71,8 +66,7 @@ MODELS: dict[str, tuple[Model, ...]] = {
         _world("handoff, shut out", "one room; writes arrive by an agent that decode may end", SHUT_OUT, faults=1),
     ),
     "ranks": (
-        _world("ranks", "two source ranks and one target; the leader may die, and the other rank", TWO_RANKS, faults=0),
-        _world("ranks, two faults", "the same, without broken links", TWO_FAULTS, faults=1, kinds=("path",)),
+        _world("ranks", "two source ranks, one target; any may die", TWO_RANKS, faults=1, kinds=("path",)),
     ),
     "routers": (
         _world("routers", "two routers, one dies, and the front goes on at the other", TWO_ROUTERS, faults=1),
