@@ -13,7 +13,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ModelSettings(Settings, frozen=True):
-    """`model` is "smollm2-135m" (the packaged default), a local directory or a hub id."""
+    """`model` is "smollm2-135m" (the packaged default), a local directory or a hub id. `page_size`, in tokens, is that
+    of roles that name no other.
+    """
 
     model: str = "smollm2-135m"
     dtype: str = "float32"
@@ -99,11 +101,14 @@ class TransferSettings(Settings, frozen=True):
 
 
 class PrefillSettings(Settings, frozen=True):
-    """A chunk never exceeds `chunk_tokens`; a step takes chunks of several requests up to `batch_tokens`."""
+    """A chunk never exceeds `chunk_tokens`; a step takes chunks of several requests up to `batch_tokens`. `page_size`
+    0: the model's.
+    """
 
     instances: int = 1
     tp: int = 1
     pp: int = 1
+    page_size: int = 0
     pool_pages: int = 640
     chunk_tokens: int = 256
     batch_tokens: int = 512
@@ -115,12 +120,13 @@ class DecodeSettings(Settings, frozen=True):
     """`max_running` requests decode together; at most `max_rooms` are held in all phases. A writer that has not
     said within `revoke_after_s` that an aborted room's writes have ended is shut out, where that is proof (over tcp).
     Where only its own end is, it is killed when more than `quarantine_budget` of the pool waits for proof, or a page
-    has waited for `quarantine_s`.
+    has waited for `quarantine_s`. `page_size` 0: the model's.
     """
 
     instances: int = 1
     tp: int = 1
     pp: int = 1
+    page_size: int = 0
     pool_pages: int = 1280
     max_running: int = 32
     max_rooms: int = 256
@@ -136,6 +142,7 @@ class UnifiedSettings(Settings, frozen=True):
     """
 
     instances: int = 0
+    page_size: int = 0
     pool_pages: int = 1280
     chunk_tokens: int = 256
     batch_tokens: int = 512

@@ -153,7 +153,7 @@ class Transfers:
             return
         digest = await self.site.digests.of(part, "source")
         await ended
-        placed.append(Placed(number, number * CHUNK // PAGE, CHUNK // PAGE, False, digest))
+        placed.append(Placed(number, number * CHUNK, CHUNK, False, digest))
         if number < len(self.parts) - 1:
             self._say((placed[-1],), False)
 

@@ -114,11 +114,11 @@ MESSAGES: tuple[Message, ...] = (
     Registered(3), RegistrationRefused("held", True), RegisterDpRank(ROOM, 1, "prefill-7"), Watch("router-7"),
     Roster(4, (INFO,), False, ("decode: 0 of 1 instances are complete",)), Reconcile((ROOM, 3)),
     Draining(ROOM, 1, broken=True), Released(ROOM, "drained and exited", 3, 1.5), OverBudget("prefill-7", 7, 9, 60.5),
-    Join(INFO), Joined(1), RunStep(b"\x92\x07\x90"), Stepped(7, b"\x01"), WriteChunk(ROOM, 1, 3, (7, 0), last=True),
-    WriteTo(ROOM, HERE, (7, 0, 3), (0, 1), (b"\x00\xff", b"")), Wrote(ROOM, 1, False, 1 << 40, "gone"),
+    Join(INFO), Joined(1), RunStep(b"\x92\x07\x90"), Stepped(7, b"\x01"), WriteChunk(ROOM, 1, 24, 9, (7, 0)),
+    WriteTo(ROOM, HERE, 20, (7, 0, 3), (0, 1), (b"\x00\xff", b"")), Wrote(ROOM, 1, False, 1 << 40, "gone"),
     CancelRoom(ROOM, CAUSE), RankFailed(ROOM, CAUSE), ConfirmAbort(ROOM, CAUSE), AbortConfirmed(ROOM), Accept(7, 1),
     Accepted(7, 1, b"\x00\xff", "no"), Revoke(7), RevokedAt(7, -1), Expect(-1), Arrived(ROOM, 1, 1 << 63),
-    TakeDigest(ROOM, 1, 1 << 63, 4, (3, 1, 2)), Digested(ROOM, 1, 4, (1 << 64) - 1), Distrust(7),
+    TakeDigest(ROOM, 1, 1 << 63, 32, 24, 99, (3, 1, 2)), Digested(ROOM, 1, 4, (1 << 64) - 1), Distrust(7),
     DataPath(ROOM, "local", "the writer is on the same host"),
 )  # fmt: skip
 PAYLOADS = tuple(map(encode, MESSAGES))

@@ -65,7 +65,7 @@ def _interpolated(points: tuple[tuple[int, float], ...], x: int) -> float:
 
 async def measured_costs() -> Costs:
     """Of the packaged model, on one thread of this machine."""
-    _, engine = await asyncio.to_thread(load_engine, Config(), 16 * PAGES_EACH, 16, 1)
+    _, engine = await asyncio.to_thread(load_engine, Config(), "decode", 16 * PAGES_EACH, 16, 1)
     try:
         prefill = [(size, await _least_s(engine, [_fed(0, size, 0)])) for size in (16, 64, 128, CHUNK_TOKENS)]
         halves = [_fed(0, CHUNK_TOKENS, 0), _fed(1, CHUNK_TOKENS, 0)]

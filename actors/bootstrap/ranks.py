@@ -15,6 +15,9 @@ MAX_SIZE = 4096
 #: A request needs one instance of each, or a unified one.
 PAIR = ("prefill", "decode")
 
+#: Fields of the layout in which instances may differ from each other.
+FREE = ("page_size",)
+
 #: Coordinates of a rank: (instance, dp, cp, tp, pp).
 Place = tuple[str, int, int, int, int]
 
@@ -116,12 +119,15 @@ class RankTable:
 
 
 def _mismatch(info: RankInfo, other: RankInfo) -> str | None:
-    """The first thing on which two ranks disagree, with both values."""
+    """The first thing on which two ranks disagree, with both values. Pages have one size within an instance; two
+    instances may have two.
+    """
+    same = info.instance == other.instance
     for name in Layout.__struct_fields__:
         ours, theirs = getattr(info.layout, name), getattr(other.layout, name)
-        if ours != theirs:
+        if ours != theirs and (same or name not in FREE):
             return f"{name} of {info.instance} is {ours!r}, but {other.instance} registered with {theirs!r}"
-    if info.instance == other.instance:
+    if same:
         for name in ("role", "dp_size", "cp_size", "tp_size", "pp_size"):
             ours, theirs = getattr(info, name), getattr(other, name)
             if ours != theirs:

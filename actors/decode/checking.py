@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvferry.actors.decode.arrival import problem_of
-from kvferry.actors.decode.checks import Checks, DigestTaken, OwnDigests, Part
+from kvferry.actors.decode.checks import Checks, DigestTaken, OwnDigests, Part, chunk_of
 from kvferry.actors.decode.room import DecodeRoom
 from kvferry.actors.leader import Leader
 from kvferry.actors.parts import Parts
-from kvferry.memory.admission import pages_needed
 from kvferry.obs.rooms import CHECKS_FAILED
 from kvferry.protocol.address import Address
 from kvferry.protocol.instance import Digested
@@ -70,11 +69,16 @@ class Checking(Leader[DecodeRoom]):
         if not receives or room.holding is None or key in room.checks.told:
             return
         room.checks.told[key] = placed
-        pages, row = pages_needed(room.prompt_tokens, self.page_size), room.holding.rows[0]
-        if placed.first + placed.pages > pages or (placed.row and key[:2] != (LEADER, LEADER)):
-            self._check_failed(room, f"rank {key[0]} says that it has written {placed}, of a prompt of {pages} pages")
+        prompt_tokens, row = room.prompt_tokens, room.holding.rows[0] if placed.row else None
+        end = placed.first + placed.tokens
+        if end > prompt_tokens or (placed.row and (key[:2] != (LEADER, LEADER) or end != prompt_tokens)):
+            text = f"rank {key[0]} says that it has written {placed}, of a prompt of {prompt_tokens} tokens"
+            self._check_failed(room, text)
             return
-        checks.begin(room.room, room.checks, key, room.machine.writers[key[0]], room.holding.pages, row)
+        room.checks.open.add(key)
+        tokens = chunk_of(placed, prompt_tokens)
+        pages = room.holding.pages[tokens.pages_in(self.page_size)]
+        checks.begin(room.room, key, room.machine.writers[key[0]], tokens, pages, row)
 
     def _digested(self, peer: Address, message: Digested) -> None:
         """A follower's."""
@@ -90,17 +94,23 @@ class Checking(Leader[DecodeRoom]):
             return
         room.checks.open.discard(key)
         placed = room.checks.told[key]
-        pages = room.holding.pages[placed.first : placed.first + placed.pages]
         if not taken.error and taken.digest == placed.digest:
-            self.ledger.clear(pages)
+            self._clear(room)
             room.clocks.progress(self.clock.now_s())
             self.settle_checks(room)
             return
-        where = f"chunk {placed.chunk} (pages {placed.first} to {placed.first + placed.pages - 1} of the prompt"
+        where = f"chunk {placed.chunk} (tokens {placed.first} to {placed.first + placed.tokens - 1} of the prompt"
         where += ", and the metadata row)" if placed.row else ")"
         ranks = f"from rank {taken.source} of {room.peer.name} to rank {taken.target}"
         found = taken.error or f"its digest is {taken.digest:016x} here, and was {placed.digest:016x} at its source"
+        pages = room.holding.pages[chunk_of(placed, room.prompt_tokens).pages_in(self.page_size)]
         self._check_failed(room, f"{where} {ranks}: {found}", pages if not taken.error else ())
+
+    def _clear(self, room: DecodeRoom) -> None:
+        """Pages of which all has passed are no suspects any more."""
+        if self.ledger.suspects and room.holding is not None:
+            proven = room.checks.proven(_pairs_of(room), room.prompt_tokens, self.page_size)
+            self.ledger.clear(room.holding.pages[index] for index in proven)
 
     def settle_checks(self, room: DecodeRoom) -> None:
         """Commit, or fail, once all is written and every check has been made."""
@@ -108,8 +118,7 @@ class Checking(Leader[DecodeRoom]):
             return
         problem = None
         if self._checks is not None:
-            pairs = [(source, target) for source, targets in room.routes.items() for target in targets]
-            problem = room.checks.gap(pairs, pages_needed(room.prompt_tokens, self.page_size))
+            problem = room.checks.gap(_pairs_of(room), room.prompt_tokens)
         problem = problem or problem_of(self.engine, room)
         if problem is None:
             self.act(room, room.machine.handle(ReceiverEvent.CHECKED))
@@ -124,3 +133,8 @@ class Checking(Leader[DecodeRoom]):
         if room.spec.group:
             self.network.send(room.peer.incarnation, Distrust(room.spec.group))
         self.fail(room, ReceiverEvent.CHECK_FAILED, problem, room.peer.name, "handoff_failed")
+
+
+def _pairs_of(room: DecodeRoom) -> list[tuple[int, int]]:
+    """The (source rank, target rank) that write, and are written to."""
+    return [(source, target) for source, targets in room.routes.items() for target in targets]

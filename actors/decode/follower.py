@@ -12,6 +12,7 @@ from kvferry.actors.ranks.follower import Follower
 from kvferry.protocol.address import Address
 from kvferry.protocol.instance import Accept, Accepted, Arrived, Digested, Expect, Revoke, RevokedAt, TakeDigest
 from kvferry.protocol.metadata import Introduction, decode_notification
+from kvferry.transfer.chunk import Chunk
 from kvferry.transfer.contract import TransferError, encode_descriptor
 
 
@@ -83,7 +84,8 @@ class DecodeFollower(Follower):
         try:
             if self._own is None:
                 raise TransferError(f"rank {self.info.rank} takes no checksums")
-            digest = await self._own.take(order.incarnation, order.pages)
+            tokens = Chunk(order.first, order.first + order.tokens, order.prompt_tokens)
+            digest = await self._own.take(order.incarnation, tokens, order.pages)
             self.tell_leader(Digested(order.room, order.source, order.first, digest))
         except TransferError as error:
             self.tell_leader(Digested(order.room, order.source, order.first, error=str(error)))

@@ -1,7 +1,7 @@
 """One source rank's side of the data plane: it connects to its targets, writes, and notifies them.
 
-What becomes of it comes back as items for the rank's actor. Not here: which spans a write has (`SpanPlanner`), when one
-is due (protocol.sender), whose the pages are (memory).
+What becomes of it comes back as items for the rank's actor. Not here: which blocks a write has (`WritePlanner`), when
+one is due (protocol.sender), whose the pages are (memory).
 
 With checksums, the digest of each write's source bytes is taken while they are on the wire, on a thread of its own. The
 write counts as open until both have ended, since the pages must keep still for either.
@@ -17,8 +17,9 @@ import msgspec
 from kvferry.actors.prefill.sending import Part, RankWrite, Sending, Targets
 from kvferry.protocol.messages import Measured
 from kvferry.protocol.metadata import Introduction, Notification, Placed, encode_notification
-from kvferry.transfer.contract import Endpoint, Peer, Spans, TransferError, WriteOutcome, WriteResult, encode_regions
+from kvferry.transfer.contract import Endpoint, Peer, TransferError, WriteOutcome, WriteResult, encode_regions
 from kvferry.transfer.digest import EMPTY, Digests
+from kvferry.transfer.work import Blocks
 
 
 class Connected(msgspec.Struct, frozen=True):
@@ -109,8 +110,8 @@ class DataPlane:
             self.link_lost(item.owner)
 
     def write(self, sending: Sending, part: Part, write: RankWrite) -> None:
-        """`WriteEnded` follows. Of a write without spans nothing is heard, but that it was none."""
-        if not len(write.spans):
+        """`WriteEnded` follows. Of a write without blocks nothing is heard, but that it was none."""
+        if not write.blocks:
             self._note(sending, write.target, part, False, EMPTY)
             return
         sending.open += 1
@@ -122,12 +123,12 @@ class DataPlane:
             opened.result = result
             self._settle(room, opened)
 
-        sending.handles.append(self._endpoint.write(sending.targets[write.target], write.spans, ended))
+        sending.handles.append(self._endpoint.write(sending.targets[write.target], write.blocks, ended))
         if self._digests is not None:
-            self._spawn(self._digest(self._digests, room, opened, write.spans))
+            self._spawn(self._digest(self._digests, room, opened, write.blocks))
 
-    async def _digest(self, digests: Digests, room: int, opened: _Open, spans: Spans) -> None:
-        opened.digest = await digests.of(spans, "source")
+    async def _digest(self, digests: Digests, room: int, opened: _Open, blocks: Blocks) -> None:
+        opened.digest = await digests.of(blocks, "source")
         self._settle(room, opened)
 
     def _settle(self, room: int, opened: _Open) -> None:
@@ -144,12 +145,13 @@ class DataPlane:
         if result.outcome is not WriteOutcome.FLUSHED or item.digest is None:
             return
         placed = self._note(sending, item.target, part, item.row, item.digest)
-        if not part.last:
+        if not part.tokens.last:
             self._say(sending, item.target, (placed,), False)
 
     @staticmethod
     def _note(sending: Sending, target: int, part: Part, row: bool, digest: int) -> Placed:
-        placed = Placed(part.chunk, part.first, part.pages, row, digest)
+        first, end = part.tokens.first_token, part.tokens.end_token
+        placed = Placed(part.chunk, first, end - first, row, digest)
         sending.placed.setdefault(target, []).append(placed)
         return placed
 

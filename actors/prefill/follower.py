@@ -13,7 +13,7 @@ from typing import Any
 from kvferry.actors.parts import Parts
 from kvferry.actors.ports import LostReason
 from kvferry.actors.prefill.data_plane import Connected, DataPlane, WriteEnded
-from kvferry.actors.prefill.sending import Part, Sending, SpanPlanner
+from kvferry.actors.prefill.sending import Part, RankWrite, Sending, WritePlanner
 from kvferry.actors.prefill.writer import WritingRank
 from kvferry.actors.ranks.follower import Follower
 from kvferry.actors.ranks.rank import PROGRESS_EVERY_S
@@ -31,6 +31,7 @@ from kvferry.protocol.instance import (
 )
 from kvferry.protocol.messages import AbortTransfer, Drained, Draining, Reconcile, UnknownRoom
 from kvferry.protocol.sender import SenderEvent, SenderMachine, SenderState
+from kvferry.transfer.chunk import Chunk
 from kvferry.transfer.contract import TransferError, WriteOutcome, decode_descriptor
 
 
@@ -45,10 +46,13 @@ class _Chunk:
 
 @dataclass
 class SliceRoom:
-    """A room's record at a follower. `orders` have come before the targets were connected."""
+    """A room's record at a follower. `pages` are the prompt's at each target; `orders` have come before the targets
+    were connected.
+    """
 
     sending: Sending
     owner: Address
+    prompt_tokens: int
     pages: tuple[int, ...]
     machine: SenderMachine = field(default_factory=SenderMachine)
     connected: bool = False
@@ -73,7 +77,7 @@ class PrefillFollower(WritingRank, Follower):
         self.asking: dict[int, set[int]] = {}
         self._say_at_s = 0.0
         incarnation = self.network.address.incarnation
-        self._planner = SpanPlanner(self.engine)
+        self._planner = WritePlanner(self.engine)
         rank, post = self.info.rank, self._mailbox.put
         self._data_plane = DataPlane(self.endpoint, self.digests, rank, incarnation, self.spawn, post)
         orders: dict[Any, Callable[[Any], None]] = {
@@ -96,14 +100,14 @@ class PrefillFollower(WritingRank, Follower):
 
     def _write_to(self, message: WriteTo) -> None:
         room = self.rooms[message.room] = SliceRoom(
-            Sending(message.room, message.owner.incarnation), message.owner, message.pages
+            Sending(message.room, message.owner.incarnation), message.owner, message.prompt_tokens, message.pages
         )
         for event in (SenderEvent.DESTINATION, SenderEvent.RESERVE):  # pages are the leader's business
             room.machine.handle(event)
         try:
             agents = zip(message.targets, message.agents, strict=True)
             targets = {rank: decode_descriptor(agent) for rank, agent in agents}
-            self._planner.check(message.owner.incarnation, targets, message.pages)
+            self._planner.check(message.owner.incarnation, targets, message.prompt_tokens, message.pages)
         except TransferError as error:
             return self._fail(room, SenderEvent.FAIL, str(error))
         return self._data_plane.connect(message.room, message.owner.incarnation, targets)
@@ -131,21 +135,30 @@ class PrefillFollower(WritingRank, Follower):
             self._post(room, order)
 
     def _post(self, room: SliceRoom, order: WriteChunk) -> None:
-        target = room.pages[order.first : order.first + len(order.pages)]
-        every = self._planner.pages(room.sending, order.pages, target)
-        writes = [write for write in every if len(write.spans)]
-        chunk = room.chunks[order.chunk] = _Chunk(len(writes), sum(write.kv_bytes for write in writes))
-        room.machine.handle(SenderEvent.LAST_COMPUTED if order.last else SenderEvent.CHUNK_COMPUTED)
-        if order.last:
+        try:
+            tokens = Chunk(order.first, order.first + order.tokens, room.prompt_tokens)
+            every = self._planner.writes(room.sending, tokens, order.pages, room.pages)
+        except TransferError as error:
+            self._answer(room.room, order.chunk, _Chunk(0, error=str(error)))
+            self._fail(room, SenderEvent.FAIL, str(error))
+        else:
+            self._write(room, Part(order.chunk, tokens), every)
+
+    def _write(self, room: SliceRoom, part: Part, every: list[RankWrite]) -> None:
+        writes = [write for write in every if write.blocks]
+        chunk = room.chunks[part.chunk] = _Chunk(len(writes), sum(write.kv_bytes for write in writes))
+        last = part.tokens.last
+        room.machine.handle(SenderEvent.LAST_COMPUTED if last else SenderEvent.CHUNK_COMPUTED)
+        if last:
             room.machine.last_posted()
         for _ in writes:
             room.machine.write_posted()
         for write in every:
-            self._data_plane.write(room.sending, Part(order.chunk, order.first, len(order.pages), order.last), write)
+            self._data_plane.write(room.sending, part, write)
         if not writes:
-            del room.chunks[order.chunk]
+            del room.chunks[part.chunk]
             self._act(room, room.machine.settle())
-            self._answer(room.room, order.chunk, chunk)
+            self._answer(room.room, part.chunk, chunk)
 
     def _write_ended(self, item: WriteEnded) -> None:
         room = self.rooms[item.room]  # a room outlives each of its writes

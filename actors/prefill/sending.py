@@ -1,8 +1,9 @@
-"""What one source rank sends of a room: its record, and which spans a write has.
+"""What one source rank sends of a room: its record, and which blocks a write has.
 
-A rank writes its part of each page to every target rank that it has something for; the leader also writes the metadata
-row, to decode's leader. Not here: when a write is due (protocol.sender), how it is posted
-(transfer).
+A rank writes its part of each token to every target rank that it has something for; the leader also writes the metadata
+row, to decode's leader, behind all else of its last write. Pages may have other sizes at the two ends: a write is for
+tokens, and what it consists of is the plan's to say (transfer.plan). Not here: when a write is due (protocol.sender),
+how it is posted (transfer).
 """
 
 from __future__ import annotations
@@ -10,18 +11,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from kvferry.engine.contract import Engine
 from kvferry.protocol.messages import Measured
 from kvferry.protocol.metadata import Metadata, Placed
 from kvferry.protocol.rank import LEADER
-from kvferry.transfer.contract import Descriptor, Peer, Spans, WriteHandle
+from kvferry.transfer.contract import Descriptor, Peer, TransferError, WriteHandle
 from kvferry.transfer.layout import METADATA
-from kvferry.transfer.page_plan import page_blocks
 from kvferry.transfer.pairing import Pairing, check_given, pair, pair_common
-from kvferry.transfer.plan import plan_pages, plan_row, total_bytes
-from kvferry.transfer.row_plan import row_blocks
+from kvferry.transfer.plan import Chunk, Held, plan
+from kvferry.transfer.work import Blocks
 
 #: Target rank -> the descriptor by which we write to it.
 Targets = Mapping[int, Descriptor]
@@ -52,67 +50,90 @@ class Sending:
 
 @dataclass(frozen=True)
 class Part:
-    """What of the prompt a write has: its pages number `first` to `first + pages - 1`; with `last` there is no more."""
+    """What of the prompt a write has: the tokens of `tokens`, by the leader's `chunk`th order."""
 
     chunk: int
-    first: int
-    pages: int
-    last: bool
+    tokens: Chunk
 
 
 @dataclass(frozen=True)
 class RankWrite:
-    """A write to one target rank, and the bytes of each kind in it."""
+    """A write to one target rank, and the bytes of each kind in it. No blocks: there is nothing to write."""
 
     target: int
-    spans: Spans
+    blocks: Blocks
     kv_bytes: int
     metadata_bytes: int = 0
 
 
-class SpanPlanner:
+class WritePlanner:
     """Plans the writes of one source rank. Pairings are made once per target process."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._regions = engine.regions()
+        self._regions, self._page_size = engine.regions(), engine.limits.page_size
         self._pairings: dict[int, Pairing] = {}  # by the target process's incarnation
         self._of_owner: dict[int, set[int]] = {}  # decode's leader -> the target processes of that instance
 
     def check(
-        self, owner: int, targets: Targets, pages: Sequence[int], slot: int | None = None, alone: bool = False
+        self,
+        owner: int,
+        targets: Targets,
+        prompt_tokens: int,
+        pages: Sequence[int],
+        slot: int | None = None,
+        alone: bool = False,
     ) -> None:
-        """Raises TransferError, with the reason, when this rank's part of a prompt can't be written there.
+        """Raises TransferError, with the reason, when this rank's part of a prompt can't be written to the targets'
+        `pages`.
 
         Pages and slot are the peer's word: they are tried here, so that a bad one fails this room and no more. `slot`
         None: no metadata is written. `alone`: there is one rank on either side, so each must have all.
         """
         pairings, meet = [], pair if alone else pair_common
+        prompt = Chunk(0, prompt_tokens, prompt_tokens)
         for rank, target in targets.items():
             pairing = self._pairings.get(target.incarnation)
             if pairing is None:
                 pairing = self._pairings[target.incarnation] = meet(self._regions, target.regions)
                 self._of_owner.setdefault(owner, set()).add(target.incarnation)
             pairings.append(pairing)
-            page_blocks(pairing, np.arange(len(pages)), _ids(pages))
-            if rank == LEADER and slot is not None:
-                row_blocks(pairing, METADATA, 0, slot)
+            if pairing.page_size("source") not in (0, self._page_size):
+                raise TransferError(f"pages of {pairing.page_size('source')} tokens; ours have {self._page_size}")
+            rows = (0, slot) if rank == LEADER and slot is not None else None
+            every = prompt.pages_in(self._page_size)
+            _blocks(pairing, prompt, range(every.stop), self._page_size, pages, rows)
         check_given(self._regions, pairings)
 
-    def pages(self, sending: Sending, source: Sequence[int], target: Sequence[int]) -> list[RankWrite]:
-        """Write source[i] to target[i] at every target rank; nothing for a rank that gets nothing."""
+    def writes(
+        self,
+        sending: Sending,
+        tokens: Chunk,
+        source: Sequence[int],
+        target: Sequence[int],
+        rows: tuple[int, int] | None = None,
+    ) -> list[RankWrite]:
+        """One for each target rank. `source`: our pages that the chunk's tokens lie in; `target`: the prompt's at the
+        target, from its first one on. `rows`: of the leader's last write, the metadata's row here and there.
+
+        Raises TransferError for page lists that don't fit the chunk.
+        """
         writes = []
         for rank, peer in sending.targets.items():
-            spans = plan_pages(self._pairings[peer.descriptor.incarnation], _ids(source), _ids(target))
-            writes.append(RankWrite(rank, spans, total_bytes(spans)))
+            pairing = self._pairings[peer.descriptor.incarnation]
+            size = pairing.page_size("target")
+            there = target[tokens.pages_in(size)] if size else ()
+            to_row = rows if rank == LEADER and tokens.last else None
+            blocks = _blocks(pairing, tokens, source, self._page_size, there, to_row)
+            kv_bytes, row_bytes = sum(block.size_bytes for block in blocks), 0
+            if to_row is not None:
+                row_bytes = sum(group.entry_width for group in pairing.rows[METADATA])
+            writes.append(RankWrite(rank, blocks, kv_bytes - row_bytes, row_bytes))
         return writes
 
-    def with_row(self, sending: Sending, write: RankWrite, row: int, slot: int, metadata: Metadata) -> RankWrite:
-        """The leader's last write to decode's leader: the metadata go with it, in our row `row`."""
+    def write_row(self, row: int, metadata: Metadata) -> None:
+        """Into our metadata row, before the write that has it is posted."""
         metadata.pack_into(self._engine.metadata_row(row))
-        pairing = self._pairings[sending.targets[LEADER].descriptor.incarnation]
-        spans = plan_row(pairing, METADATA, row, slot)
-        return RankWrite(LEADER, np.concatenate([write.spans, spans]), write.kv_bytes, total_bytes(spans))
 
     def forget(self, owner: int) -> None:
         """That decode has ended."""
@@ -120,5 +141,17 @@ class SpanPlanner:
             self._pairings.pop(incarnation, None)
 
 
-def _ids(pages: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    return np.asarray(pages, dtype=np.int64)
+def _blocks(
+    pairing: Pairing,
+    tokens: Chunk,
+    source: Sequence[int],
+    source_size: int,
+    target: Sequence[int],
+    rows: tuple[int, int] | None,
+) -> Blocks:
+    """Of a chunk that lies in these pages of either side."""
+    size = pairing.page_size("target")
+    slots = [{METADATA: row} for row in rows] if rows is not None else [{}, {}]
+    ours = Held(tokens.listed("source", source, source_size), slots[0])
+    theirs = Held(tokens.listed("target", target, size) if size else (), slots[1])
+    return plan(pairing, tokens, ours, theirs).blocks

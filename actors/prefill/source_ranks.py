@@ -6,19 +6,19 @@ the room's machine is done, or quiet, when that is so on every rank, and not bef
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 
 from kvferry.actors.prefill.data_plane import Connected, DataPlane, WriteEnded
 from kvferry.actors.prefill.room import PrefillRoom
-from kvferry.actors.prefill.sending import Part, SpanPlanner
+from kvferry.actors.prefill.sending import Part, RankWrite, WritePlanner
 from kvferry.actors.ranks.team import Team
 from kvferry.engine.contract import Engine
-from kvferry.memory.admission import pages_needed
 from kvferry.protocol.errors import Cause
 from kvferry.protocol.instance import CancelRoom, WriteChunk, WriteTo
 from kvferry.protocol.messages import Destination
 from kvferry.protocol.metadata import Metadata
 from kvferry.protocol.rank import LEADER
+from kvferry.transfer.chunk import Chunk
 from kvferry.transfer.contract import Descriptor, Endpoint, TransferError, decode_descriptor
 from kvferry.transfer.digest import Digests
 from kvferry.transfer.layout import slices_in
@@ -40,7 +40,7 @@ class SourceRanks:
     ) -> None:
         self._team, self._incarnation = team, incarnation
         self._page_size = engine.limits.page_size
-        self._planner = SpanPlanner(engine)
+        self._planner = WritePlanner(engine)
         self._data_plane = DataPlane(endpoint, digests, LEADER, incarnation, spawn, post)
 
     # --- the destination ---
@@ -51,19 +51,16 @@ class SourceRanks:
         """
         destination = room.destination
         assert destination is not None
-        needed = pages_needed(room.prompt_tokens, self._page_size)
-        if len(destination.pages) < needed:
-            raise TransferError(f"the destination has {len(destination.pages)} pages; the prompt needs {needed}")
         if destination.prefix_tokens != 0:
             raise TransferError(f"prefix_tokens is {destination.prefix_tokens}; allowed: 0")
         agents = self._agents(room, destination)
-        pages = destination.pages[:needed]
         own = {target: decode_descriptor(agent) for target, agent in agents[LEADER].items()}
         alone = self._team.size == 1 and not destination.ways
-        self._planner.check(room.peer.incarnation, own, pages, destination.metadata_slot, alone)
+        tokens, pages = room.prompt_tokens, destination.pages
+        self._planner.check(room.peer.incarnation, own, tokens, pages, destination.metadata_slot, alone)
         for rank in agents.keys() - {LEADER}:
             targets = tuple(agents[rank])
-            order = WriteTo(room.room, room.peer, pages, targets, tuple(agents[rank].values()))
+            order = WriteTo(room.room, room.peer, tokens, pages, targets, tuple(agents[rank].values()))
             self._team.send(rank, order)
         room.ranks = tuple(sorted(agents.keys() - {LEADER}))
         self._data_plane.connect(room.room, room.peer.incarnation, own)
@@ -105,37 +102,37 @@ class SourceRanks:
         return (LEADER, *room.ranks)
 
     def write(self, room: PrefillRoom, last: bool) -> int:
-        """The next write at each rank: the pages that have become full, and with `last` the rest and the metadata. A
-        page that is still being filled is not written before. Gives the number of writes that are open for it.
+        """The next write at each rank: the tokens of the pages that have become full here, and with `last` the rest and
+        the metadata. A page that is still being filled is not written before. Gives the number of writes that are open
+        for it.
         """
         assert room.destination is not None and room.holding is not None
-        first = room.posted // self._page_size
-        end = pages_needed(room.computed, self._page_size) if last else room.computed // self._page_size
-        room.posted = room.computed if last else end * self._page_size
-        if first == end and not last:
+        end = room.computed if last else room.computed // self._page_size * self._page_size
+        tokens = Chunk(room.posted, end, room.prompt_tokens)
+        room.posted = end
+        if tokens.first_token == end and not last:
             return 0
-        source, target = room.holding.pages[first:end], room.destination.pages[first:end]
+        pages = room.holding.pages[tokens.pages_in(self._page_size)]
         for rank in room.ranks:
             room.asked[rank] += 1
-            self._team.send(rank, WriteChunk(room.room, room.chunk - 1, first, source, last))
-        return len(room.ranks) + self._write_own(room, Part(room.chunk - 1, first, end - first, last), source, target)
+            order = WriteChunk(room.room, room.chunk - 1, tokens.first_token, end - tokens.first_token, pages)
+            self._team.send(rank, order)
+        writes = self._own_writes(room, tokens, pages)
+        for write in writes:
+            self._data_plane.write(room.sending, Part(room.chunk - 1, tokens), write)
+        return len(room.ranks) + sum(bool(write.blocks) for write in writes)
 
-    def _write_own(self, room: PrefillRoom, part: Part, source: Sequence[int], target: Sequence[int]) -> int:
+    def _own_writes(self, room: PrefillRoom, tokens: Chunk, pages: tuple[int, ...]) -> list[RankWrite]:
         assert room.destination is not None and room.holding is not None
-        writes = self._planner.pages(room.sending, source, target)
-        if part.last:
+        row, slot = room.holding.rows[0], room.destination.metadata_slot
+        writes = self._planner.writes(room.sending, tokens, pages, room.destination.pages, (row, slot))
+        if tokens.last:
             kv_bytes = room.sending.kv_bytes + sum(write.kv_bytes for write in writes)
             metadata = Metadata(
                 room.room, self._incarnation, room.prompt_tokens, room.first_token, kv_bytes, room.first_logprobs
             )
-            row, slot = room.holding.rows[0], room.destination.metadata_slot
-            writes = [
-                self._planner.with_row(room.sending, write, row, slot, metadata) if write.target == LEADER else write
-                for write in writes
-            ]
-        for write in writes:
-            self._data_plane.write(room.sending, part, write)
-        return sum(len(write.spans) > 0 for write in writes)
+            self._planner.write_row(row, metadata)
+        return writes
 
     def ended(self, room: PrefillRoom, item: WriteEnded) -> None:
         """One of our own writes."""

@@ -110,7 +110,7 @@ def test_the_cause_names_ranks_chunk_and_both_digests(client_of: Any) -> None:
             client = await client_of(system)
             Flip(system, "prefill-0.1", write=2)
             wanted = (
-                r"chunk 2 \(pages 8 to 11 of the prompt\) from rank 1 of prefill-0 to rank 1: its digest is "
+                r"chunk 2 \(tokens 64 to 95 of the prompt\) from rank 1 of prefill-0 to rank 1: its digest is "
                 r"([0-9a-f]{16}) here, and was (?!\1)[0-9a-f]{16} at its source"
             )
             with pytest.raises(HandoffFailed, match=wanted):
@@ -143,8 +143,8 @@ def test_chunks_are_checked_while_later_ones_are_computed(client_of: Any, wait_u
             asking = asyncio.create_task(client.ask(PROMPT, max_tokens=5))
             await wait_until(lambda: checking(system))
             (room,) = system.decode().rooms.values()
-            assert [placed.first for placed in room.checks.told.values()] == [0, 4, 8, 12]
-            assert room.checks.open == {(0, 0, 12)}
+            assert [placed.first for placed in room.checks.told.values()] == [0, 32, 64, 96]
+            assert room.checks.open == {(0, 0, 96)}
             await asking
 
     run(main())
@@ -292,11 +292,11 @@ def test_what_prefill_kept_of_a_prompt_goes_with_a_failed_check(client_of: Any) 
 
 
 def test_the_journal_has_what_a_transfer_took(client_of: Any) -> None:
-    """Four chunks of 4, 4, 4 and 1 pages, in 3 layers with K and V each, and the row, at 1 MB/s; nothing is before it
-    in its lane. Pages lie in a row, so a chunk has one descriptor for each layer and part.
+    """Four chunks of 32, 32, 32 and 4 tokens, in 3 layers with K and V each, and the row, at 1 MB/s; nothing is before
+    it in its lane. Pages lie in a row, so a chunk has one descriptor for each layer and part.
     """
-    page_bytes = 8 * 2 * 4 * 4  # tokens, heads, dimensions, bytes
-    size_bytes = 13 * page_bytes * 6 + ROW_BYTES
+    token_bytes = 2 * 4 * 4  # heads, dimensions, bytes
+    size_bytes = 100 * token_bytes * 6 + ROW_BYTES
 
     async def main() -> None:
         async with SimSystem(SimOptions(bandwidth_bytes_s=1e6)) as system:

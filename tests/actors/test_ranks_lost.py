@@ -351,7 +351,9 @@ def test_a_follower_that_is_told_to_write_to_a_decode_that_has_ended_lets_go_of_
             for kind in (WriteTo, WriteChunk, CancelRoom):
                 follower._on_message[kind] = lambda peer, message: held.append((peer, message))
             asked = asyncio.create_task(client.ask(PROMPT, max_tokens=5))
-            await wait_until(lambda: any(isinstance(message, WriteChunk) and message.last for _, message in held))
+            await wait_until(
+                lambda: any(isinstance(message, WriteChunk) and message.first == 96 for _, message in held)
+            )
             exits: list[Any] = []
             heard = follower.peer_exited
             follower.peer_exited = lambda peer: (exits.append(peer), heard(peer))[1]  # type: ignore[method-assign]

@@ -43,10 +43,10 @@ def test_a_rank_that_can_never_register_is_told_with_its_reason() -> None:
             system.kill("decode-0")
             await asyncio.sleep(1)
             peer = msgspec.structs.replace(info.address, incarnation=99)
-            layout = msgspec.structs.replace(info.layout, page_size=info.layout.page_size * 2)
+            layout = msgspec.structs.replace(info.layout, head_dim=info.layout.head_dim * 2)
             registry.receive(FromPeer(peer, Register(msgspec.structs.replace(info, address=peer, layout=layout))))
             complete, told = registry.roster().missing
             assert complete == "decode: 0 of 1 instances are complete"
-            assert told.startswith("decode-0 could not start (1 times): page_size of decode-0 is ")
+            assert told.startswith("decode-0 could not start (1 times): head_dim of decode-0 is ")
 
     run(main())

@@ -72,11 +72,11 @@ def test_half_of_two_instances_is_no_instance() -> None:
 
 @pytest.mark.parametrize(
     ("field", "ours"),
-    [("model", "smollm2"), ("revision", "rev-b"), ("dtype", "bfloat16"), ("page_size", 32), ("layers", 31),
+    [("model", "smollm2"), ("revision", "rev-b"), ("dtype", "bfloat16"), ("layers", 31),
      ("kv_heads", 9), ("head_dim", 128), ("policy", "prefill_complete")],
 )  # fmt: skip
 def test_a_rank_that_does_not_match_is_refused_with_both_values(field: str, ours: object) -> None:
-    """Case 44: other pages, dtype, layers or heads than those that are there."""
+    """Case 44: another dtype, other layers or heads than those that are there."""
     table = RankTable()
     register(table, rank("prefill-0", 1))
     other = rank("decode-0", 2, layout=msgspec.structs.replace(LAYOUT, **{field: ours}))
@@ -86,6 +86,18 @@ def test_a_rank_that_does_not_match_is_refused_with_both_values(field: str, ours
         f"{field} of decode-0 is {ours!r}, but prefill-0 registered with {getattr(LAYOUT, field)!r}"
     )
     assert list(table.ranks) == [("prefill-0", 0, 0, 0, 0)]
+
+
+def test_another_page_size_is_refused_within_an_instance_and_nowhere_else() -> None:
+    """Case 44, but for the page size: what is written is planned by tokens, whatever the pages of the two sides."""
+    table = RankTable()
+    register(table, rank("prefill-0", 1, tp_size=2))
+    for number, name in enumerate(("decode-0", "prefill-1", "unified-0"), 2):
+        register(table, rank(name, number, layout=msgspec.structs.replace(LAYOUT, page_size=8 * number)))
+    mate = rank("prefill-0", 9, tp_rank=1, tp_size=2, layout=msgspec.structs.replace(LAYOUT, page_size=24))
+    refused = table.refuse(mate)
+    assert refused is not None and not refused.retry
+    assert refused.reason == f"page_size of prefill-0 is 24, but prefill-0 registered with {LAYOUT.page_size}"
 
 
 def test_the_layout_table_names_every_field_of_the_layout() -> None:

@@ -203,7 +203,7 @@ async def test_case_13_nobody_else_writes_the_routing_table(stage: Stage) -> Non
         "a size that nobody has": (400, {"instance": "prefill-9", "attn_tp_size": 65_535, "attn_tp_rank": 1,
                                          "incarnation": "00000000000000bb"}),
         "a rank outside of its size": (400, {"attn_tp_rank": 2, "incarnation": "00000000000000bb"}),
-        "another layout": (400, {"instance": "prefill-9", "page_size": 32, "incarnation": "00000000000000bb"}),
+        "another layout": (400, {"instance": "prefill-9", "head_dim": 32, "incarnation": "00000000000000bb"}),
         "a second place for one process": (400, {"instance": "prefill-9"}),
         "a live rank's own, at another port": (403, {"rank_port": 6666}),
         "the registry itself": (403, {"instance": "prefill-9", "incarnation": f"{1:016x}"}),

@@ -82,8 +82,8 @@ EXAMPLES: list[m.Message] = [
     i.Joined(1),
     i.RunStep(b"\x93"),
     i.Stepped(7, b"\xff"),
-    i.WriteTo(5, HERE, (7, 0, 3), (0, 1), (b"\x00", b"\x01")),
-    i.WriteChunk(5, 2, 4, (9, 1), last=True),
+    i.WriteTo(5, HERE, 20, (7, 0, 3), (0, 1), (b"\x00", b"\x01")),
+    i.WriteChunk(5, 2, 64, 20, (9, 1)),
     i.Wrote(5, 2, False, kv_bytes=1 << 40, error="gone"),
     i.CancelRoom(5, CAUSE),
     i.RankFailed(5, CAUSE),
@@ -96,7 +96,7 @@ EXAMPLES: list[m.Message] = [
     i.Expect(-1),
     i.Arrived(5, 1, 1 << 63),
     i.Arrived(5, 1, 1 << 63, (Placed(2, 32, 16, True, (1 << 64) - 1),), last=False),
-    i.TakeDigest(5, 1, 1 << 63, 32, (7, 0, 3)),
+    i.TakeDigest(5, 1, 1 << 63, 32, 40, 72, (7, 0, 3)),
     i.Digested(5, 1, 32, (1 << 64) - 1),
 ]
 
@@ -138,8 +138,8 @@ WIRE = {
     "Joined": "rank",
     "RunStep": "plan",
     "Stepped": "step part=",
-    "WriteTo": "room owner pages targets agents",
-    "WriteChunk": "room chunk first pages last=",
+    "WriteTo": "room owner prompt_tokens pages targets agents",
+    "WriteChunk": "room chunk first tokens pages",
     "Wrote": "room chunk flushed kv_bytes= error=",
     "CancelRoom": "room cause",
     "RankFailed": "room cause",
@@ -151,7 +151,7 @@ WIRE = {
     "RevokedAt": "writer generation",
     "Expect": "change",
     "Arrived": "room source incarnation placed= last=",
-    "TakeDigest": "room source incarnation first pages",
+    "TakeDigest": "room source incarnation first tokens prompt_tokens pages",
     "Digested": "room source first digest= error=",
 }
 PARTS = {
@@ -171,7 +171,7 @@ PARTS = {
     m.Measured: "wait_s= wire_s= descriptors=",
     Notification: "room rank incarnation placed= last=",
     Introduction: "incarnation regions",
-    Placed: "chunk first pages row digest",
+    Placed: "chunk first tokens row digest",
 }
 
 

@@ -152,6 +152,11 @@ class Config(Settings, frozen=True):
         settings = getattr(self, role)
         return getattr(settings, "tp", 1), getattr(settings, "pp", 1)
 
+    def page_size(self, role: str) -> int:
+        """Tokens of a page of that role's pools."""
+        own: int = getattr(self, role).page_size
+        return own or self.model.page_size
+
     def ranks(self, role: str) -> int:
         """How many processes an instance of the role has."""
         tp, pp = self.shape(role)

@@ -41,6 +41,7 @@ class Range(msgspec.Struct, frozen=True):
 
 _SECONDS = Range(0, 86_400, "seconds", open_low=True)
 _POOL = Range(1, 2**24, "pages")
+_PAGE = Range(0, 1024, "tokens (0: model.page_size)")
 
 RANGES: dict[str, Range] = {
     "http.port": Range(0, 65_535),
@@ -48,6 +49,7 @@ RANGES: dict[str, Range] = {
     "prefill.instances": Range(0, 64),
     "prefill.tp": Range(1, 64),
     "prefill.pp": Range(1, 64),
+    "prefill.page_size": _PAGE,
     "prefill.pool_pages": _POOL,
     "prefill.chunk_tokens": Range(1, 65_536, "tokens"),
     "prefill.batch_tokens": Range(1, 1_048_576, "tokens"),
@@ -56,6 +58,7 @@ RANGES: dict[str, Range] = {
     "decode.instances": Range(0, 64),
     "decode.tp": Range(1, 64),
     "decode.pp": Range(1, 64),
+    "decode.page_size": _PAGE,
     "decode.pool_pages": _POOL,
     "decode.max_running": Range(1, 4096),
     "decode.max_rooms": Range(1, 65_536),
@@ -64,6 +67,7 @@ RANGES: dict[str, Range] = {
     "decode.quarantine_budget": Range(0, 1, "of the pool"),
     "decode.quarantine_s": _SECONDS,
     "unified.instances": Range(0, 64),
+    "unified.page_size": _PAGE,
     "unified.pool_pages": _POOL,
     "unified.chunk_tokens": Range(1, 65_536, "tokens"),
     "unified.batch_tokens": Range(1, 1_048_576, "tokens"),
@@ -189,15 +193,15 @@ def _wire(config: Config) -> Iterator[Complaint]:
 
 
 def _chunk(config: Config) -> Iterator[Complaint]:
-    page = config.model.page_size
     for role, settings in (("prefill", config.prefill), ("unified", config.unified)):
+        page, where = config.page_size(role), f"{role if settings.page_size else 'model'}.page_size"
         chunk, key = settings.chunk_tokens, f"{role}.chunk_tokens"
         if chunk % page:
-            yield key, chunk, f"a multiple of model.page_size ({page})"
+            yield key, chunk, f"a multiple of {where} ({page})"
         if chunk > settings.batch_tokens:
             yield key, chunk, f"at most {role}.batch_tokens ({settings.batch_tokens})"
         if chunk > (tokens := settings.pool_pages * page):
-            yield key, chunk, f"at most {role}.pool_pages * model.page_size ({tokens})"
+            yield key, chunk, f"at most {role}.pool_pages * {where} ({tokens})"
 
 
 def _running(config: Config) -> Iterator[Complaint]:
@@ -209,9 +213,10 @@ def _running(config: Config) -> Iterator[Complaint]:
             yield key, running, f"at most {role}.pool_pages ({settings.pool_pages})"
     # A forward takes one token of each that runs, and a page of the prompt that waits beside them: or it would wait
     # until one of them has finished, without any progress.
-    tokens, page = config.unified.batch_tokens, config.model.page_size
+    tokens, page = config.unified.batch_tokens, config.page_size("unified")
     if config.unified.max_running - 1 + page > tokens:
-        allowed = f"at most unified.batch_tokens ({tokens}) - model.page_size ({page}) + 1"
+        where = "unified" if config.unified.page_size else "model"
+        allowed = f"at most unified.batch_tokens ({tokens}) - {where}.page_size ({page}) + 1"
         yield "unified.max_running", config.unified.max_running, allowed
 
 

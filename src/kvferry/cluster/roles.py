@@ -109,7 +109,7 @@ async def _rank(role: str, name: str, config: Config, network: Network, point: M
     # A metadata row per room that can be held, those included that only wait for proof.
     sizes = (settings.pool_pages, settings.max_rooms, settings.threads)
     shared = config.transfer.shares_memory and role != "unified"
-    engine = await asyncio.to_thread(make_engine, loaded, config, *sizes, group, shared)
+    engine = await asyncio.to_thread(make_engine, loaded, config, role, *sizes, group, shared)
     texts = TokenizerTexts(loaded.tokenizer, loaded.eos_token_ids)
     inbox = Inbox()
     endpoint: Endpoint = Nowhere()
@@ -146,19 +146,20 @@ def load_model(config: Config, role: str = "unified") -> Loaded:
 def make_engine(
     loaded: Loaded,
     config: Config,
+    role: str,
     pages: int,
     rows: int,
     threads: int,
     group: Group | None = None,
     shared: bool = False,
 ) -> TorchEngine:
-    """An engine with a pool of its own, which others may map if it is `shared`; `rows` metadata rows."""
+    """A role's engine with a pool of its own, which others may map if it is `shared`; `rows` metadata rows."""
     from kvferry.engine.torch_engine import TorchEngine
 
     return TorchEngine(
         loaded,
         pages=pages,
-        page_size=config.model.page_size,
+        page_size=config.page_size(role),
         metadata_rows=rows,
         threads=threads,
         now_s=SystemClock().now_s,
@@ -167,10 +168,10 @@ def make_engine(
     )
 
 
-def load_engine(config: Config, pages: int, rows: int, threads: int) -> tuple[Loaded, TorchEngine]:
-    """The configured model, whole, and its engine. Blocks for seconds."""
+def load_engine(config: Config, role: str, pages: int, rows: int, threads: int) -> tuple[Loaded, TorchEngine]:
+    """The configured model, whole, and an engine with that role's pages. Blocks for seconds."""
     loaded = load_model(config)
-    return loaded, make_engine(loaded, config, pages, rows, threads)
+    return loaded, make_engine(loaded, config, role, pages, rows, threads)
 
 
 async def _group(

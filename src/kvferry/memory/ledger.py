@@ -109,6 +109,11 @@ class PageLedger:
         """Pages that can be counted on: neither quarantined nor retired."""
         return self.usable - self.quarantined
 
+    @property
+    def suspects(self) -> bool:
+        """Some pages may have changed what was written to them; what passes its check may clear them."""
+        return bool(self._suspected)
+
     def blame(self, pages: Iterable[int]) -> None:
         """What was written to these pages, which somebody holds, lies there changed. A page that this happens to for
         the `RETIRED_AT`th time is retired: it is not handed out again when its holders have released it.
@@ -123,8 +128,8 @@ class PageLedger:
         (self._blamed if len(pages) == 1 else self._suspected).update(pages)
 
     def clear(self, pages: Iterable[int]) -> None:
-        """What was written to these pages lies there as it was."""
-        for page in pages if self._suspected else ():
+        """What was written to these pages, all of it, lies there as it was."""
+        for page in pages:
             self._suspected.pop(page, None)
 
     def reserve(self, owner: int, pages: int, rows: int = 0, shared: tuple[int, ...] = ()) -> Holding | None:

@@ -46,26 +46,27 @@ class Stepped(Message, frozen=True):
 
 class WriteTo(Message, frozen=True):
     """Leader -> follower: this room's prompt goes to `pages` of the target ranks `targets`, whose descriptors (for this
-    follower) are `agents`; `owner` is decode's leader.
+    follower) are `agents`; `owner` is decode's leader. The target's pages may have another size than ours.
     """
 
     room: int
     owner: Address
+    prompt_tokens: Index
     pages: tuple[Index, ...]
     targets: tuple[Index, ...]
     agents: tuple[bytes, ...]
 
 
 class WriteChunk(Message, frozen=True):
-    """Leader -> follower: write the source pages `pages` to the room's target pages from number `first` on. With
-    `last` there will be no more. Each is answered by one `Wrote`.
+    """Leader -> follower: write the prompt's tokens number `first` to `first + tokens - 1`, which lie in the source
+    pages `pages`. With the prompt's end there will be no more. Each is answered by one `Wrote`.
     """
 
     room: int
     chunk: int
     first: Index
+    tokens: Index
     pages: tuple[Index, ...]
-    last: bool = False
 
 
 class Wrote(Message, frozen=True):
@@ -159,14 +160,16 @@ class Arrived(Message, frozen=True):
 
 
 class TakeDigest(Message, frozen=True):
-    """Leader -> follower: of what the source rank of that process has written to these pages, number `first` of the
-    prompt and those that follow. Answered by one `Digested`.
+    """Leader -> follower: of what the source rank of that process has written of tokens number `first` to
+    `first + tokens - 1` of a prompt; here they lie in `pages`. Answered by one `Digested`.
     """
 
     room: int
     source: int
     incarnation: int
     first: Index
+    tokens: Index
+    prompt_tokens: Index
     pages: tuple[Index, ...]
 
 

@@ -79,14 +79,14 @@ _Count = Annotated[int, Meta(ge=0, lt=2**32)]
 
 
 class Placed(msgspec.Struct, frozen=True, array_like=True):
-    """A chunk's write from one rank to another, which is flushed: the prompt's pages number `first` to
-    `first + pages - 1`, with `row` also the metadata row behind them, and the digest of those bytes as they lay at the
-    source when the write was posted (`kvferry.transfer.digest`).
+    """A chunk's write from one rank to another, which is flushed: the prompt's tokens number `first` to
+    `first + tokens - 1`, with `row` also the metadata row behind them, and the digest of those bytes as they lay at the
+    source when the write was posted (`kvferry.transfer.digest`). Nothing is said of pages: each side has its own.
     """
 
     chunk: Annotated[int, Meta(ge=-1, lt=2**32)]
     first: _Count
-    pages: _Count
+    tokens: _Count
     row: bool
     digest: Annotated[int, Meta(ge=0)]
 

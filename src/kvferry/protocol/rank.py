@@ -12,7 +12,9 @@ PREFILL_COMPLETE = "prefill_complete"
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """What two ranks must agree on before KV may pass between them."""
+    """What two ranks must agree on before KV may pass between them; but `page_size`, the tokens of a page, is each
+    instance's own.
+    """
 
     model: str
     revision: str

@@ -29,7 +29,10 @@ def ask(config: Config, chat: ChatRequest, show: Callable[[str], None]) -> dict[
 
 async def _ask(config: Config, chat: ChatRequest, show: Callable[[str], None]) -> dict[str, Any]:
     threads = config.prefill.threads + config.decode.threads
-    loaded, engine = load_engine(config, config.decode.pool_pages, 1, threads)
+    tokens = config.decode.pool_pages * config.page_size("decode")
+    # Of prefill's size, since it computes prefill's chunks.
+    pages = max(1, tokens // config.page_size("prefill"))
+    loaded, engine = load_engine(config, "prefill", pages, 1, threads)
     texts = TokenizerTexts(loaded.tokenizer, loaded.eos_token_ids)
     unified = Unified(engine, texts, config.prefill.chunk_tokens, config.prefill.batch_tokens)
     running = asyncio.get_running_loop().create_task(unified.run())

@@ -11,10 +11,11 @@ from kvferry.actors.decode.decode import Decode
 from kvferry.actors.prefill.prefill import Prefill
 from kvferry.actors.ranks.follower import Follower
 from kvferry.actors.router.router import Router
+from kvferry.sim.contents import Contents
 from kvferry.sim.findings import Broken, Findings
 from kvferry.sim.pages import Pages
 from kvferry.sim.system import SimProcess, SimSystem, ends_as_one
-from kvferry.sim.writes import Contents, Writes
+from kvferry.sim.writes import Writes
 
 __all__ = ["Broken", "Watcher", "check_alive", "check_idle"]
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
-from kvferry.transfer.contract import Region, Spans
+from kvferry.transfer.contract import Region
 from kvferry.transfer.digest import digest_of
 from kvferry.transfer.spans import total_bytes
+from kvferry.transfer.work import Work, spans_in
 
 
 class SimDigests:
@@ -15,7 +16,8 @@ class SimDigests:
     def __init__(self, regions: Sequence[Region], sleep: Callable[[float], Awaitable[None]], bytes_s: float) -> None:
         self._regions, self._sleep, self._bytes_s = tuple(regions), sleep, bytes_s
 
-    async def of(self, spans: Spans, side: str) -> int:
+    async def of(self, work: Work, side: str) -> int:
+        spans = spans_in(work)
         await self._sleep(total_bytes(spans) / self._bytes_s)
         return digest_of(spans, self._regions, side)
 

@@ -81,13 +81,13 @@ class RankMaker:
             "scripted",
             "1",
             "float32",
-            options.page_size,
+            options.page_size_of(role),
             layers=options.layers,
             kv_heads=2,
             head_dim=options.head_dim,
             policy=options.policy,
         )
-        tokens = min(settings.pool_pages * options.page_size, options.context_tokens)
+        tokens = min(settings.pool_pages * layout.page_size, options.context_tokens)
         return RankInfo(
             instance, role, links.address, layout, tp_rank=rank % tp, tp_size=tp, pp_rank=rank // tp, pp_size=pp,
             pages=settings.pool_pages, max_prompt_tokens=tokens, max_total_tokens=tokens,
@@ -95,7 +95,7 @@ class RankMaker:
 
     def _engine(self, info: RankInfo, clock: SimClock) -> SimEngine:
         options = self._options
-        limits = EngineLimits(info.pages, options.page_size, options.context_tokens, vocab_size=50_000)
+        limits = EngineLimits(info.pages, info.layout.page_size, options.context_tokens, vocab_size=50_000)
         part = slice_of(info.layout, info.tp_rank, info.tp_size, info.pp_rank, info.pp_size)
         return SimEngine(
             info.layout, limits, metadata_rows=64, sleep=clock.sleep, cost_s=options.cost_s, part=part,

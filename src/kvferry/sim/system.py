@@ -59,7 +59,7 @@ def prefill_cost_s(plan: StepPlan) -> float:
 class SimOptions:
     """Sizes, clocks and faults of a simulated system. `keep`: it has pools that scale, as the controller runs them.
     `restart_s`: until a rank that has ended with its instance is started again. `proofs`: those of the data plane, and
-    with them how it behaves.
+    with them how it behaves. `page_size`: of roles whose settings name no other.
     """
 
     seed: int = 1
@@ -87,6 +87,10 @@ class SimOptions:
     slots: int = 64
     start_s: float = 2.0
     restart_s: float = 1.0
+
+    def page_size_of(self, role: str) -> int:
+        own: int = getattr(self, role).page_size
+        return own or self.page_size
 
 
 @dataclass

@@ -1,17 +1,15 @@
-"""Checkers of the data plane: whose pages each byte leaves and reaches, and whose words each forward reads."""
+"""The checker of the data plane: whose pages each byte leaves and reaches. Whose words they are is in contents.py."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
 
 from kvferry.actors.decode.decode import Decode
-from kvferry.actors.leader import Leader
 from kvferry.actors.prefill.prefill import Prefill
 from kvferry.actors.ranks.rank import Rank
-from kvferry.engine.contract import Sequence, StepPlan
-from kvferry.sim.engine import SimEngine
+from kvferry.sim.contents import Contents, entries
 from kvferry.sim.findings import Findings
-from kvferry.sim.system import SimProcess, SimSystem
+from kvferry.sim.system import SimSystem
 from kvferry.transfer.contract import Region, RegionKind, Spans
 from kvferry.transfer.fake_endpoint import FakeAgent
 
@@ -39,9 +37,7 @@ class Writes:
         if writer is not None and owner is not None:
             incarnation = writer[0].network.address.incarnation
             ours, theirs = self._held(writer[1], 0), self._held(owner[1], incarnation)
-            for (kind, item), (_, other) in zip(
-                _items(batch, "source", source), _items(batch, "target", target), strict=True
-            ):
+            for kind, item, other in _meeting(batch, source, target):
                 self._check(kind, item, other, ours, theirs)
         self.copies += 1
         self._copy(batch, source, target)
@@ -117,114 +113,27 @@ class Writes:
 
 
 def _items(batch: Spans, side: str, regions: tuple[Region, ...]) -> list[tuple[RegionKind, int]]:
-    """The items of one side, in the order of the bytes. Both sides have equal items, and spans begin with one."""
+    """The items of one side, in the order of the bytes."""
     found: list[tuple[RegionKind, int]] = []
-    rows = zip(
-        batch[f"{side}_region"].tolist(), batch[f"{side}_offset"].tolist(), batch["length"].tolist(), strict=True
-    )
-    for index, offset, length in rows:
-        region = regions[index]
-        first, last = offset // region.item_bytes, (offset + length - 1) // region.item_bytes
-        found += [(region.kind, item) for item in range(first, last + 1)]
+    for region, first, count in entries(batch, side, regions):
+        per_item = max(region.tokens, 1)
+        found += [(region.kind, item) for item in range(first // per_item, (first + count - 1) // per_item + 1)]
     return found
 
 
-def _pages(batch: Spans, side: str, regions: tuple[Region, ...]) -> list[tuple[int, int]]:
-    """(base of the region, page) of all pages of one side, in the order of the bytes."""
-    found: list[tuple[int, int]] = []
-    rows = zip(
-        batch[f"{side}_region"].tolist(), batch[f"{side}_offset"].tolist(), batch["length"].tolist(), strict=True
-    )
-    for index, offset, length in rows:
-        region = regions[index]
-        if region.kind is RegionKind.PAGES:
-            first, last = offset // region.item_bytes, (offset + length - 1) // region.item_bytes
-            found += [(region.base, page) for page in range(first, last + 1)]
-    return found
+def _meeting(
+    batch: Spans, source: tuple[Region, ...], target: tuple[Region, ...]
+) -> Iterator[tuple[RegionKind, int, int]]:
+    """Which item of the source goes into which one of the target: items of the two sides may have other sizes."""
+    for (ours, first, count), (theirs, to, _) in zip(
+        entries(batch, "source", source), entries(batch, "target", target), strict=True
+    ):
+        per_source, per_target = max(ours.tokens, 1), max(theirs.tokens, 1)
+        at = 0
+        while at < count:
+            yield ours.kind, (first + at) // per_source, (to + at) // per_target
+            at += min(per_source - (first + at) % per_source, per_target - (to + at) % per_target)
 
 
 def _hex(rooms: set[int]) -> str:
     return ", ".join(f"{room:x}" for room in sorted(rooms))
-
-
-class Stamp(NamedTuple):
-    """What a page holds: which room wrote it, as which page of its tokens, in which process."""
-
-    room: int
-    page: int
-    incarnation: int
-
-
-class Contents:
-    """*page-contents*: what each page of each region holds. Forwards write stamps, copies carry them along, and a
-    forward that reads a page finds its own room's (or a sibling's, which has computed the same prompt).
-    """
-
-    def __init__(self, findings: Findings) -> None:
-        self._findings = findings
-        self._stamps: dict[int, dict[int, Stamp]] = {}  # by the region's base
-        self._groups: dict[int, int] = {}
-        self._left: dict[int, tuple[Spans, list[Stamp | None]]] = {}  # by the identity of what is on its way
-
-    def spawned(self, process: SimProcess) -> None:
-        leader = process.actor
-        if isinstance(leader, Rank) and isinstance(leader.engine, SimEngine):
-            leader.engine.reader = self
-            for region in leader.engine.regions():  # where another process's memory may have been
-                self._stamps.pop(region.base, None)
-        if isinstance(leader, Leader):
-            take_in = leader.take_in
-
-            def taken_in(room: object) -> None:
-                self._groups[room.room] = room.spec.group  # type: ignore[attr-defined]
-                take_in(room)
-
-            leader.take_in = taken_in  # type: ignore[method-assign]
-
-    def written(self, engine: SimEngine, plan: StepPlan) -> None:
-        size, regions = engine.limits.page_size, engine.regions()[:-1]
-        for sequence in plan.sequences:
-            first, last = sequence.start // size, (sequence.position - 1) // size
-            for index in range(first, last + 1):
-                stamp = Stamp(sequence.key, index, engine.incarnation)
-                for region in regions:
-                    self._stamps.setdefault(region.base, {})[sequence.pages[index]] = stamp
-
-    def copied(self, batch: Spans, source: tuple[Region, ...], target: tuple[Region, ...]) -> None:
-        self._stamp(batch, self._carried(batch, source), target)
-
-    def damaged(self, region: Region, offset: int) -> None:
-        if region.kind is RegionKind.PAGES:
-            self._stamps.get(region.base, {}).pop(offset // region.item_bytes, None)
-
-    def left_behind(self, batch: Spans, source: tuple[Region, ...]) -> None:
-        self._left[id(batch)] = (batch, self._carried(batch, source))
-
-    def landed(self, batch: Spans, target: tuple[Region, ...]) -> None:
-        _, carried = self._left.pop(id(batch))
-        self._stamp(batch, carried, target)
-
-    def _carried(self, batch: Spans, source: tuple[Region, ...]) -> list[Stamp | None]:
-        """The stamps of the pages that a batch reads, in the order of the bytes."""
-        return [self._stamps.get(base, {}).get(page) for base, page in _pages(batch, "source", source)]
-
-    def _stamp(self, batch: Spans, carried: list[Stamp | None], target: tuple[Region, ...]) -> None:
-        for (base, page), stamp in zip(_pages(batch, "target", target), carried, strict=True):
-            if stamp is not None:
-                self._stamps.setdefault(base, {})[page] = stamp
-
-    def read(self, engine: SimEngine, sequence: Sequence) -> None:
-        size, room = engine.limits.page_size, sequence.key
-        for region in engine.regions()[:-1]:
-            stamps = self._stamps.get(region.base, {})
-            for index in range((sequence.position - 1) // size + 1):
-                stamp = stamps.get(sequence.pages[index])
-                if stamp is not None and stamp.page == index and self._may_read(room, stamp.room):
-                    continue
-                text = f"page {sequence.pages[index]} (number {index} of room {room:x}) holds {stamp}"
-                self._findings.add("page-contents", f"{text} in {region.part} of layer {region.layer}")
-
-    def _may_read(self, room: int, writer: int) -> bool:
-        """Its own, or a sibling's."""
-        group = self._groups.get(room, 0)
-        return writer == room or (group != 0 and group == self._groups.get(writer))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from kvferry.transfer.blocks import Ints
 from kvferry.transfer.contract import TransferError
 
 
@@ -37,6 +41,25 @@ class Chunk:
     def has_end(self) -> bool:
         """The source has the prompt's last token: of ranks that share a prompt out, this one's state is complete."""
         return self.own is None or self.own[1] == self.prompt_tokens
+
+    def pages_in(self, page_size: int) -> slice:
+        """Which of a prompt's pages of `page_size` tokens have a token of the chunk: of its page list, these."""
+        if self.first_token == self.end_token:
+            return slice(0, 0)
+        return slice(self.first_token // page_size, -(-self.end_token // page_size))
+
+    def listed(self, side: str, pages: Sequence[int], page_size: int) -> Ints:
+        """The prompt's page list, where only the pages that the chunk's tokens lie in are known: -1 before them.
+
+        Raises TransferError when it is another number of pages.
+        """
+        wanted = self.pages_in(page_size)
+        if len(pages) != wanted.stop - wanted.start:
+            text = f"tokens {self.first_token} to {self.end_token} lie in {wanted.stop - wanted.start} {side} pages of "
+            raise TransferError(f"{text}{page_size} tokens; {len(pages)} are named")
+        found = np.full(wanted.stop, -1, dtype=np.int64)
+        found[wanted] = pages
+        return found
 
     def clip(self, first: int, end: int) -> tuple[int, int]:
         """Of tokens [first, end), those that the source has; (0, 0) for none."""

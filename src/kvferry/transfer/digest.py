@@ -19,15 +19,18 @@ from typing import Protocol
 import xxhash
 
 from kvferry.transfer.contract import Region, Spans
+from kvferry.transfer.work import Work, spans_in
 
 #: Of no bytes at all.
 EMPTY = xxhash.xxh3_64_intdigest(b"")
 
 
 class Digests(Protocol):
-    """Digests of this process's own memory: `side` ("source" or "target") is the one that `spans` have here."""
+    """Digests of this process's own memory: `side` ("source" or "target") is the one that `work` has here. Blocks are
+    taken as the spans that they are.
+    """
 
-    async def of(self, spans: Spans, side: str) -> int: ...
+    async def of(self, work: Work, side: str) -> int: ...
     async def close(self) -> None: ...
 
 
@@ -52,9 +55,11 @@ class ThreadDigests:
         self._regions = tuple(regions)
         self._executor = ThreadPoolExecutor(1, "kvferry-digest")
 
-    async def of(self, spans: Spans, side: str) -> int:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, digest_of, spans, self._regions, side)
+    async def of(self, work: Work, side: str) -> int:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._digest, work, side)
+
+    def _digest(self, work: Work, side: str) -> int:
+        return digest_of(spans_in(work), self._regions, side)
 
     async def close(self) -> None:
         """Waits for the digest that is being taken; those that wait for their turn are given up."""

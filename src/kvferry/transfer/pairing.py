@@ -64,6 +64,17 @@ class Pairing:
     def groups(self) -> tuple[Group, ...]:
         return (*self.pages, *self.rings, *(group for groups in self.rows.values() for group in groups))
 
+    def page_size(self, side: str) -> int:
+        """Tokens of a page of the main pool at that side ("source" or "target"); 0: none of its pages are paired.
+
+        Raises TransferError where its regions contradict each other: one list can't name pages of two sizes.
+        """
+        terms = [group.terms for group in self.pages]
+        found = {getattr(term, f"{side}_tokens") for term in terms if not getattr(term, f"{side}_pool")}
+        if len(found) > 1:
+            raise TransferError(f"{side} pages of one pool have {' and '.join(map(str, sorted(found)))} tokens")
+        return next(iter(found), 0)
+
     @property
     def page_bytes(self) -> int:
         """Bytes of one source page in all regions of pages."""

@@ -135,7 +135,8 @@ class LabelEngine:
 
     def regions(self) -> tuple[Region, ...]:
         layers = range(self._part.first_layer, self._part.first_layer + self._part.layers)
-        pages = [Region(RegionKind.PAGES, "k", i, _WORLD_BASE * (i + 1), PAGE_BYTES, self._pages, 0, 1) for i in layers]
+        sizes = PAGE_BYTES, self._pages, 0, 1, self.layout.page_size
+        pages = [Region(RegionKind.PAGES, "k", layer, _WORLD_BASE * (layer + 1), *sizes) for layer in layers]
         rows = Region(RegionKind.ROWS, "metadata", -1, 64 * _WORLD_BASE, ROW_BYTES, len(self.rows))
         return *pages, rows
 
