@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from random import Random
 from typing import Any
+
+import msgspec
 
 from kvferry.actors.settings import (
     ClockSettings,
@@ -110,9 +112,9 @@ class Scenario:
 def draw(seed: int, faults: Sequence[int] = (3, 3, 4, 6)) -> Scenario:
     """`faults`: numbers of faults to draw from."""
     random = Random(seed)
-    options = _options(random, seed)
-    roles = (options.prefill, options.decode, options.unified)
-    limit = min(role.pool_pages for role in roles) * options.page_size
+    options = _paged(_options(random, seed))
+    roles = ("prefill", "decode", "unified")
+    limit = min(getattr(options, role).pool_pages * options.page_size_of(role) for role in roles)
     names = [f"front-{i}" for i in range(FRONTS)]
     asks: list[Ask] = []
     while sum(len(samplings) for ask in asks for _, samplings in ask.prompts) < 28:
@@ -122,6 +124,20 @@ def draw(seed: int, faults: Sequence[int] = (3, 3, 4, 6)) -> Scenario:
         at_s = random.uniform(0.1, ARRIVALS_S / 2)
         strikes += [Strike(at_s + after_s, aim, kind) for kind, aim, after_s in random.choice(STORIES)]
     return Scenario(seed, options, tuple(asks), tuple(strikes), random.random())
+
+
+def _paged(options: SimOptions) -> SimOptions:
+    """Every third seed has two page sizes, and pools of as many tokens. By draws of its own: all else stays."""
+    random = Random(f"pages of {options.seed}")
+    if random.random() > 1 / 3:
+        return options
+    sizes = {"prefill": random.choice([2, 4, 8]), "decode": random.choice([2, 3, 4, 6, 8])}  # a chunk: 8 or 16
+    made = {}
+    for role, size in sizes.items():
+        settings = getattr(options, role)
+        tokens = settings.pool_pages * options.page_size
+        made[role] = msgspec.structs.replace(settings, page_size=size, pool_pages=tokens // size)
+    return replace(options, **made)
 
 
 def _strikes(random: Random) -> list[Strike]:
