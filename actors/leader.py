@@ -332,14 +332,14 @@ class Leader(Rank, Generic[R]):
 
     async def status(self) -> dict[str, Any]:
         """One instance of the `kvferry status` object; the pages are recounted from the block tables."""
-        counts = self.ledger.audit(self.block_tables())
         return {
             "id": self.info.instance,
             "role": self.info.role,
             "incarnation": f"{self.info.address.incarnation:016x}",
             "ranks": self.team.status(),
             "queues": self.queues(),
-            "pages": msgspec.to_builtins(counts),
+            "pages": msgspec.to_builtins(self.ledger.audit(self.block_tables())),
+            "page_size": self.page_size,
             "quarantined": [],  # prefill's own reads end by themselves; decode has rows (actors/decode/unproven.py)
             "counts": dict(self.counts),
             "step": self.forward.done,

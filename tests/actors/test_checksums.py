@@ -66,14 +66,22 @@ def checking(system: SimSystem) -> bool:
     write=st.integers(0, 3),
     at=st.one_of(st.integers(0, 2**31), st.integers(-ROW_BYTES, -1)),
     policy=st.sampled_from([EARLY, PREFILL_COMPLETE]),
+    sizes=st.sampled_from([(8, 8), (8, 24), (32, 12)]),
 )
 def test_a_byte_that_changes_anywhere_fails_the_attempt_and_no_more(
-    client_of: Any, write: int, at: int, policy: str
+    client_of: Any, write: int, at: int, policy: str, sizes: tuple[int, int]
 ) -> None:
-    """In any page, part and layer of any chunk, and in the metadata row, which ends the last write."""
+    """In any page, part and layer of any chunk, and in the metadata row, which ends the last write; with pages of one
+    size and of two.
+    """
+    options = SimOptions(
+        policy=policy,
+        prefill=PrefillSettings(chunk_tokens=32, batch_tokens=64, pool_pages=512 // sizes[0], page_size=sizes[0]),
+        decode=DecodeSettings(pool_pages=512 // sizes[1], page_size=sizes[1]),
+    )
 
     async def main() -> None:
-        async with SimSystem(SimOptions(policy=policy)) as system:
+        async with SimSystem(options) as system:
             client = await client_of(system, attempts=2)
             flip = Flip(system, write=0 if policy == PREFILL_COMPLETE else write, at=at)
             answer = await client.ask(PROMPT, max_tokens=5)

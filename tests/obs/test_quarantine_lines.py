@@ -1,4 +1,4 @@
-"""What `kvferry status` says of quarantined pages: which they are, whose, and what they wait for."""
+"""What `kvferry status` says of pages beside their counts: whose are quarantined, and how large they are."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from kvferry.obs.show import quarantine_lines, show_status
+from kvferry.obs.show import page_size_lines, quarantine_lines, show_status
 
 ROW: dict[str, Any] = {
     "room": "77", "pages": [4, 5, 9], "writer": "prefill-1", "writer_pid": 41, "linked": False, "for_s": 12.34,
@@ -27,3 +27,12 @@ def test_each_room_that_waits_for_proof_has_its_line() -> None:
     with console.capture() as shown:
         console.print(show_status(status))
     assert right in shown.get()
+
+
+def test_page_sizes_are_told_where_they_differ() -> None:
+    ids = {"prefill-0": 16, "prefill-1": 16, "decode-0": 64}
+    instances: list[dict[str, Any]] = [{"id": name, "page_size": size} for name, size in ids.items()]
+    gone: dict[str, Any] = {"id": "decode-1"}
+    line = "tokens in a page: 16 of prefill-0, prefill-1; 64 of decode-0"
+    assert page_size_lines({"instances": [*instances, gone]}) == [line]
+    assert page_size_lines({"instances": [*instances[:2], gone]}) == []

@@ -33,8 +33,8 @@ def bar(start_s: float, duration_s: float, total_s: float, cells: int = BAR_CELL
 
 
 def show_status(status: Mapping[str, Any]) -> RenderableType:
-    """Who is there, and under it the pages of each by state; dashes for an instance that does not answer. Then why
-    pages are quarantined."""
+    """Who is there, and under it the pages of each by state; dashes for an instance that does not answer. Then how many
+    tokens a page has, where that is not the same everywhere, and why pages are quarantined."""
     who, pages = Table(title="instances", title_justify="left"), Table(title="pages", title_justify="left")
     for name in ("id", "role", "incarnation", "ranks", "queues"):
         who.add_column(name)
@@ -49,7 +49,17 @@ def show_status(status: Mapping[str, Any]) -> RenderableType:
         who.add_row(*map(str, cells))
         pages.add_row(str(instance["id"]), *(str(instance["pages"].get(name, "-")) for name in PAGE_STATES))
     live = f"rooms live {status['rooms_live']}, requests live {status['requests_live']}"
-    return Group(who, pages, *map(Text, quarantine_lines(status)), Text(live))
+    return Group(who, pages, *map(Text, (*page_size_lines(status), *quarantine_lines(status), live)))
+
+
+def page_size_lines(status: Mapping[str, Any]) -> list[str]:
+    """A line, where counts of pages can't be compared as they stand."""
+    sizes: dict[int, list[str]] = {}
+    for instance in status["instances"]:
+        if "page_size" in instance:
+            sizes.setdefault(instance["page_size"], []).append(str(instance["id"]))
+    parts = [f"{size} of {', '.join(names)}" for size, names in sorted(sizes.items())]
+    return [f"tokens in a page: {'; '.join(parts)}"] if len(parts) > 1 else []
 
 
 def quarantine_lines(status: Mapping[str, Any]) -> list[str]:
