@@ -1,8 +1,8 @@
 """Instances of several ranks on real Ray, gloo and UCX: tokens of the real model against the reference.
 
-SmolLM2 has 9 query heads, 3 KV heads and 30 layers. By default one pair of layouts is served, in which heads and layers
-are cut differently on the two sides at once; `make test-full` serves every pair, one after the other, each on a cluster
-of its own.
+SmolLM2 has 9 query heads, 3 KV heads and 30 layers. By default one pair of layouts is served, in which heads, layers
+and pages are cut differently on the two sides at once; `make test-full` serves every pair, one after the other, each on
+a cluster of its own.
 """
 
 from __future__ import annotations
@@ -32,6 +32,10 @@ PAIRS: list[Pair] = [
 ]
 
 
+#: Tokens of a page at prefill and at decode. The prompts end within pages of either side, and one is a token long.
+PAGE_SIZES = [(32, 16), (16, 24), (24, 64)]
+
+
 def named(pair: Pair) -> str:
     return "-to-".join(f"tp{tp}pp{pp}" for tp, pp in pair)
 
@@ -50,8 +54,18 @@ def pids(server: Any, name: str) -> dict[int, int]:
     return {rank["rank"]: rank["pid"] for rank in server.instance(name)["ranks"]}
 
 
-def configured(pair: Pair) -> dict[str, Any]:
-    return {role: {"tp": tp, "pp": pp} for role, (tp, pp) in zip(("prefill", "decode"), pair, strict=True)}
+def configured(pair: Pair, pages: tuple[int, int] = (16, 16)) -> dict[str, Any]:
+    """Pools have as many tokens, whatever the size of a page; a chunk is whole pages."""
+    args: dict[str, Any] = {
+        role: {"tp": tp, "pp": pp, "page_size": size, "pool_pages": tokens // size}
+        for role, (tp, pp), size, tokens in zip(("prefill", "decode"), pair, pages, (10_240, 20_480), strict=True)
+    }
+    args["prefill"]["chunk_tokens"] = 256 // pages[0] * pages[0]
+    return args
+
+
+def assert_pages(server: Any, pages: tuple[int, int]) -> None:
+    assert tuple(server.instance(name)["page_size"] for name in ("prefill-0", "decode-0")) == pages
 
 
 def assert_layout(server: Any, pair: Pair) -> None:
@@ -59,10 +73,11 @@ def assert_layout(server: Any, pair: Pair) -> None:
         assert sorted(pids(server, name)) == list(range(tp * pp))
 
 
-def test_tp_3_to_pp_2_and_the_death_of_a_rank(server_class: type[Any]) -> None:
+def test_tp_3_to_pp_2_pages_of_16_to_64_and_the_death_of_a_rank(server_class: type[Any]) -> None:
     """The second answer to each prompt comes from instances of which one has lost a follower in mid-answer."""
-    with server_class(configured(MIXED)) as server, ThreadPoolExecutor(len(KNOWN)) as pool:
+    with server_class(configured(MIXED, (16, 64))) as server, ThreadPoolExecutor(len(KNOWN)) as pool:
         assert_layout(server, MIXED)
+        assert_pages(server, (16, 64))
         assert_right(server, asked(server, pool))
         server.wait_baseline()
         before = pids(server, "decode-0")
@@ -79,5 +94,14 @@ def test_tp_3_to_pp_2_and_the_death_of_a_rank(server_class: type[Any]) -> None:
 def test_every_pair_of_layouts(server_class: type[Any], pair: Pair) -> None:
     with server_class(configured(pair)) as server, ThreadPoolExecutor(len(KNOWN)) as pool:
         assert_layout(server, pair)
+        assert_right(server, asked(server, pool))
+        server.wait_baseline()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("pages", PAGE_SIZES)
+def test_every_pair_of_page_sizes(server_class: type[Any], pages: tuple[int, int]) -> None:
+    with server_class(configured(((1, 1), (1, 1)), pages)) as server, ThreadPoolExecutor(len(KNOWN)) as pool:
+        assert_pages(server, pages)
         assert_right(server, asked(server, pool))
         server.wait_baseline()
