@@ -89,8 +89,8 @@ def test_the_journal_shows_kvpoll_pair_backend_and_bytes(client_of: Any) -> None
             assert states == ["BOOTSTRAPPING", "WAITING_FOR_INPUT", "TRANSFERRING", "SUCCESS"]
             assert all(row["duration_s"] > 0 for row in journal["kvpoll"][:3])
             assert (journal["prefill"], journal["decode"], journal["backend"]) == ("prefill-0", "decode-0", "fake")
-            # 100 tokens = 13 pages of 8; a page of one layer's K or V is 8 tokens x 2 heads x 4 floats.
-            assert journal["kv_bytes"] == 13 * (8 * 2 * 4 * 4) * 2 * 3
+            # 100 tokens, in 3 layers; of one, K or V is 2 heads x 4 floats. What lies behind them is not written.
+            assert journal["kv_bytes"] == 100 * (2 * 4 * 4) * 2 * 3
             assert journal["outcome"] == {"ok": True, "cause": None}
 
     run(main())

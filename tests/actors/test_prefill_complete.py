@@ -140,7 +140,7 @@ def test_the_journal_tells_the_order(client_of: Any) -> None:
             assert chunks == [32, 32, 32, 4]
             states = [row["state"] for row in journal["kvpoll"]]
             assert states == ["BOOTSTRAPPING", "WAITING_FOR_INPUT", "TRANSFERRING", "SUCCESS"]
-            assert journal["kv_bytes"] == 13 * 8 * 2 * 4 * 4 * 3 * 2
+            assert journal["kv_bytes"] == 100 * 2 * 4 * 4 * 3 * 2
 
     run(main())
 

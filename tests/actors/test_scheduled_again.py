@@ -72,10 +72,10 @@ def test_case_37_one_push_per_room_and_a_room_per_attempt(
                 for message in attempts:
                     frozen = message.spec.frozen_ids
                     assert frozen == right[: len(frozen)] and bool(frozen) == (message.attempt > 0)
-                    # Three layers, K and V, 2 heads x 4 x 4 bytes: of each fed token, in whole pages of 8.
+                    # Three layers, K and V, 2 heads x 4 x 4 bytes: of each fed token.
                     (push,) = [one for one in sent if one.room == message.room]
                     fed = len(prompt) + len(frozen)
-                    assert (push.complete, push.kv_bytes) == (True, -(-fed // 8) * 8 * 3 * 2 * 2 * 4 * 4)
+                    assert (push.complete, push.kv_bytes) == (True, fed * 3 * 2 * 2 * 4 * 4)
 
     run(asyncio.wait_for(main(), 120))
 

@@ -122,8 +122,8 @@ def test_the_journal_of_a_long_prompt(server: Any) -> None:
     assert all(row["duration_s"] > 0 for row in journal["kvpoll"][:3])
     assert (journal["prefill"], journal["decode"]) == ("prefill-0", "decode-0")
     assert journal["backend"] == "local"
-    pages, page_bytes, layers = -(-tokens // 16), 2 * 16 * 3 * 64 * 4, 30
-    assert journal["kv_bytes"] == pages * page_bytes * layers
+    token_bytes, layers = 2 * 3 * 64 * 4, 30
+    assert journal["kv_bytes"] == tokens * token_bytes * layers
     at = {(e["event"], e["detail"].get("chunk", -1)): e["at_s"] for e in journal["events"]}
     for chunk in range(5):
         assert at["computed", chunk] < at["written", chunk] < at["computed", chunk + 1]
