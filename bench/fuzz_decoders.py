@@ -6,11 +6,13 @@ import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from kvferry.actors.decode.checks import OwnDigests
 from kvferry.cluster.config import load
 from kvferry.cluster.registry_routes import PutRoute, QueryRooms, RegisterRoom
 from kvferry.cluster.secret import load_secret
@@ -77,7 +79,14 @@ from kvferry.protocol.messages import (
     decode,
     encode,
 )
-from kvferry.protocol.metadata import ROW_BYTES, Metadata, Notification, decode_notification, encode_notification
+from kvferry.protocol.metadata import (
+    ROW_BYTES,
+    Introduction,
+    Metadata,
+    Notification,
+    decode_notification,
+    encode_notification,
+)
 from kvferry.protocol.rank import Layout, RankInfo
 from kvferry.protocol.request import RequestSpec, Sampling
 from kvferry.serve.schemas import parse_chat, parse_completion
@@ -89,6 +98,7 @@ from kvferry.transfer.contract import (
     TransferError,
     decode_descriptor,
     encode_descriptor,
+    encode_regions,
 )
 from kvferry.transfer.layout import slices_in
 from kvferry.transfer.plan import Chunk, Held, pair, pair_common, plan, plan_pages, plan_row
@@ -171,11 +181,35 @@ def _destination(data: bytes) -> object:
     """What prefill makes of a peer's descriptor before it believes it."""
     descriptor = decode_descriptor(data)
     pairing = pair(REGIONS, descriptor.regions)
+    pairing.page_size("target")
     plan_row(pairing, "metadata", 0, 255)
     plan_pages(pairing, np.arange(4), np.asarray((7, 0, 3, 639)))
     routes({0: slices_in(REGIONS)}, {0: slices_in(descriptor.regions)})
     ours, theirs = (Held((7, 0, 3, 639), dict.fromkeys(("conv", "v"), 7)) for _ in range(2))
     return plan(pair_common(REGIONS, descriptor.regions), Chunk(3, 29, 29), ours, theirs).spans
+
+
+class _NoDigests:
+    """The regions are no memory."""
+
+    async def of(self, _work: object, _side: str) -> int:
+        return 0
+
+    async def close(self) -> None: ...
+
+
+def _introduction(data: bytes) -> object:
+    """What decode makes of a source's regions: the blocks of a chunk that has come from them, within pages of its own.
+    The request's rings and rows would come with its last chunk, and no room has slots for them.
+    """
+    engine: Any = SimpleNamespace(regions=lambda: REGIONS, limits=SimpleNamespace(page_size=8))
+    own = OwnDigests(engine, _NoDigests())
+    own.introduced(Introduction(7, data))
+    try:
+        own.take(7, Chunk(12, 30, 99), (7, 0, 3)).send(None)
+    except StopIteration as ended:
+        return ended.value
+    raise AssertionError("nothing here waits")
 
 
 class _NoAgent:
@@ -236,7 +270,8 @@ def decoders() -> list[Target]:
     return [
         Target("frames", 0.25, tuple(map(encode_frame, FRAMES)), _refusing(decode_frame, BadFrame)),
         Target("messages", 0.2, PAYLOADS, _refusing(decode, BadFrame)),
-        Target("notifications", 0.06, (NOTIFICATION,), _no_refusal(decode_notification)),
+        Target("notifications", 0.03, (NOTIFICATION,), _no_refusal(decode_notification)),
+        Target("introductions", 0.03, (encode_regions(REGIONS),), _refusing(_introduction, TransferError)),
         Target("metadata rows", 0.05, (_good_row(),), _no_refusal(_row)),
         Target("descriptors", 0.1, (encode_descriptor(DESCRIPTOR),), _refusing(_destination, TransferError)),
         Target("UCX metadata", 0.05, (UCX,), _refusing(_ucx, TransferError)),

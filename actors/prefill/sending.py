@@ -15,7 +15,7 @@ from kvferry.engine.contract import Engine
 from kvferry.protocol.messages import Measured
 from kvferry.protocol.metadata import Metadata, Placed
 from kvferry.protocol.rank import LEADER
-from kvferry.transfer.contract import Descriptor, Peer, TransferError, WriteHandle
+from kvferry.transfer.contract import Descriptor, Peer, WriteHandle
 from kvferry.transfer.layout import METADATA
 from kvferry.transfer.pairing import Pairing, check_given, pair, pair_common
 from kvferry.transfer.plan import Chunk, Held, plan
@@ -98,11 +98,9 @@ class WritePlanner:
                 pairing = self._pairings[target.incarnation] = meet(self._regions, target.regions)
                 self._of_owner.setdefault(owner, set()).add(target.incarnation)
             pairings.append(pairing)
-            if pairing.page_size("source") not in (0, self._page_size):
-                raise TransferError(f"pages of {pairing.page_size('source')} tokens; ours have {self._page_size}")
             rows = (0, slot) if rank == LEADER and slot is not None else None
-            every = prompt.pages_in(self._page_size)
-            _blocks(pairing, prompt, range(every.stop), self._page_size, pages, rows)
+            every = range(prompt.pages_in(self._page_size).stop)  # any pages of ours
+            _blocks(pairing, prompt, every, self._page_size, pages, rows)
         check_given(self._regions, pairings)
 
     def writes(

@@ -18,7 +18,7 @@ def test_nothing_crashes_remains_or_grows() -> None:
     assert report.findings == []
     assert report.states_after == report.states_before and report.states_before["rooms"] == 0
     assert report.tokens_after == 4, "the next request is served"
-    assert sum(report.by_target.values()) == 6000 and len(report.by_target) == 15
+    assert sum(report.by_target.values()) == 6000 and len(report.by_target) == 16
     assert report.refused["undecodable_frame"] > 100 and report.refused["undecodable_message"] > 100
     assert report.rss_after_bytes - report.rss_before_bytes < 16 << 20
     assert report.good
