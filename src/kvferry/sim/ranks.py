@@ -39,6 +39,11 @@ def rank_names(options: SimOptions, role: str, instance: str) -> list[str]:
     return process_names(instance, getattr(settings, "tp", 1) * getattr(settings, "pp", 1))
 
 
+def page_size_of(options: SimOptions, role: str) -> int:
+    """Tokens of a page of that role's pools."""
+    return int(getattr(options, role).page_size or options.page_size)
+
+
 class RankMaker:
     """Puts the parts of one rank together. `resolve` finds processes by name."""
 
@@ -81,7 +86,7 @@ class RankMaker:
             "scripted",
             "1",
             "float32",
-            options.page_size_of(role),
+            page_size_of(options, role),
             layers=options.layers,
             kv_heads=2,
             head_dim=options.head_dim,

@@ -34,6 +34,7 @@ from kvferry.sim.clients import Ask, Clients, ask_of
 from kvferry.sim.coverage import Cells
 from kvferry.sim.findings import Broken
 from kvferry.sim.fronts import SimFronts
+from kvferry.sim.ranks import page_size_of
 from kvferry.sim.scenes import Scenes
 from kvferry.sim.system import SimOptions, SimSystem
 from kvferry.transfer.fake import HOST, TCP
@@ -114,7 +115,7 @@ def draw(seed: int, faults: Sequence[int] = (3, 3, 4, 6)) -> Scenario:
     random = Random(seed)
     options = _paged(_options(random, seed))
     roles = ("prefill", "decode", "unified")
-    limit = min(getattr(options, role).pool_pages * options.page_size_of(role) for role in roles)
+    limit = min(getattr(options, role).pool_pages * page_size_of(options, role) for role in roles)
     names = [f"front-{i}" for i in range(FRONTS)]
     asks: list[Ask] = []
     while sum(len(samplings) for ask in asks for _, samplings in ask.prompts) < 28:

@@ -58,8 +58,8 @@ def prefill_cost_s(plan: StepPlan) -> float:
 @dataclass(frozen=True)
 class SimOptions:
     """Sizes, clocks and faults of a simulated system. `keep`: it has pools that scale, as the controller runs them.
-    `restart_s`: until a rank that has ended with its instance is started again. `proofs`: those of the data plane, and
-    with them how it behaves. `page_size`: of roles whose settings name no other.
+    `restart_s`: until a rank that has ended with its instance is started again. `proofs`: those of the data plane, with
+    them how it behaves. `page_size`: of roles that name no other.
     """
 
     seed: int = 1
@@ -87,10 +87,6 @@ class SimOptions:
     slots: int = 64
     start_s: float = 2.0
     restart_s: float = 1.0
-
-    def page_size_of(self, role: str) -> int:
-        own: int = getattr(self, role).page_size
-        return own or self.page_size
 
 
 @dataclass
@@ -325,8 +321,8 @@ class SimSystem:
         else:
             carrier = self.network.process(links.address.incarnation)
             assert carrier is not None
-            maker = RankMaker(self.options, self.fabric, self.resolve)
-            actor, endpoint, dressed = maker.make(role, name, links, clock, carrier)
+            make = RankMaker(self.options, self.fabric, self.resolve).make
+            actor, endpoint, dressed = make(role, name, links, clock, carrier)
         task = asyncio.get_running_loop().create_task(actor.run())
         process = self.processes[name] = SimProcess(role, actor, task, endpoint, dressed)
         for spawned in self.on_spawn:
