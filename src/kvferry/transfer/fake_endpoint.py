@@ -77,6 +77,7 @@ class FakeEndpoint:
         self._name = f"fake-{incarnation:016x}"
         self._generation = -1
         self._writers: dict[int, FakeAgent] = {}
+        self._revoking: set[FakeAgent] = set()
         self._peers: dict[str, FakePeer] = {}
         self._closed = False
 
@@ -110,8 +111,15 @@ class FakeEndpoint:
         agent = self._writers.pop(writer, None)
         if agent is None:
             return None
+        if self.fabric.scatter_s:
+            self._revoking.add(agent)
+            await self._sleep(self.fabric.scatter_s)
+            self._revoking.discard(agent)
         self.fabric.remove(agent)
         return Revoked(writer, agent.descriptor.generation) if self.fabric.proofs.revoked else None
+
+    def writer_exited(self, writer: int) -> None:
+        """Nothing was laid aside."""
 
     async def connect(self, descriptor: Descriptor) -> Peer:
         self._check_open()
@@ -233,7 +241,7 @@ class FakeEndpoint:
 
     def _leave_behind(self, peer: FakePeer) -> None:
         """What has been posted is beyond our reach where the target takes part: it may land without us."""
-        if peer.batch is not None and self.fabric.proofs.revoked:
+        if peer.batch is not None and (self.fabric.proofs.revoked or self.fabric.scatter_s):
             self.fabric.land_later(peer.batch, self._regions, peer.descriptor.agent)
             peer.batch = None
 
@@ -257,7 +265,7 @@ class FakeEndpoint:
         return f"{self._name}-{self._generation}"
 
     def _end_agents(self) -> None:
-        for agent in self._writers.values():
+        for agent in (*self._writers.values(), *self._revoking):
             self.fabric.remove(agent)
         self._writers.clear()
         self.fabric.forget(self._incarnation)

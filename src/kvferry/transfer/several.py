@@ -82,6 +82,11 @@ class Several:
         choice = self._chosen.pop(writer, None)
         return None if choice is None else await self._endpoints[choice.backend].revoke(writer)
 
+    def writer_exited(self, writer: int) -> None:
+        """By which it came is forgotten with its agent."""
+        for endpoint in self._endpoints.values():
+            endpoint.writer_exited(writer)
+
     async def connect(self, descriptor: Descriptor) -> Peer:
         endpoint = self._endpoints.get(descriptor.backend)
         if endpoint is None:
