@@ -341,6 +341,7 @@ class Leader(Rank, Generic[R]):
             "queues": self.queues(),
             "pages": msgspec.to_builtins(counts),
             "quarantined": [],  # prefill's own reads end by themselves; decode has rows (actors/decode/unproven.py)
+            "data_paths": {},  # those by which prefill writes to decode are decode's to say
             "counts": dict(self.counts),
             "step": self.forward.done,
             "registered": self.membership.accepted,

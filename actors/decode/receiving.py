@@ -191,7 +191,7 @@ class Receiving(Checking):
         """What is known of that process's end goes to its rooms."""
         for room in self.leg_rooms():
             machine = room.machine
-            if writer not in machine.writers.values() or writer in machine.exited:
+            if writer not in machine.writers.values() or writer in machine.exited | machine.revoked:
                 continue
             cause = self.cause(room, "peer_lost", text, machine.state.name, name)
             if exits(room, writer, self.writers):
@@ -284,7 +284,7 @@ class Receiving(Checking):
 
     async def status(self) -> dict[str, Any]:
         rows = quarantined(self.rooms.values(), self.writers, self.network.is_up, self.clock.now_s())
-        return await super().status() | {"quarantined": rows}
+        return await super().status() | {"quarantined": rows, "data_paths": self.writers.backends()}
 
     async def end_writer(self, incarnation: int) -> bool:
         """A call, by the controller (`Quarantine.end_writer`)."""

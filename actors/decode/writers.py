@@ -87,6 +87,10 @@ class Writers:
         """Those that have an agent here, or will have one."""
         return {writer for writer, _ in self._asked.keys() | self._known.keys()}
 
+    def backends(self) -> dict[str, int]:
+        """How many ways into our memory there are over each of them."""
+        return dict(sorted(Counter(known.backend for known in self._known.values()).items()))
+
     def routes(self, sources: Sequence[Member]) -> dict[int, tuple[int, ...]]:
         """Source rank -> the ranks here that it writes to. Raises TransferError for layouts that don't fit."""
         if len(sources) == 1 and self._team.size == 1:

@@ -112,10 +112,10 @@ def test_numbers_that_are_none_are_refused(numbers):
 def test_a_ring_outside_its_region_is_refused():
     staging = Region(RegionKind.ROWS, "staging", -1, 4096, 1000, 1)
     inner = Descriptor("fake", "a", 1, 0, b"inner", (staging, staging))
-    outer = wrap(inner, "fake+staging", 1, 64, 936)
+    outer = wrap(inner, "fake+staging", 1, 64, 872)
     assert unwrap(outer, "fake")[0] == inner and outer.regions == (staging,)
-    with pytest.raises(TransferError, match="a ring of 937 bytes at 64 of 1000"):
-        unwrap(wrap(inner, "fake+staging", 1, 64, 937), "fake")
+    with pytest.raises(TransferError, match="a ring of 873 bytes behind byte 64 of 1000"):
+        unwrap(wrap(inner, "fake+staging", 1, 64, 873), "fake")
     with pytest.raises(TransferError, match="does not decode"):
         unwrap(inner, "fake")
 

@@ -49,7 +49,16 @@ def show_status(status: Mapping[str, Any]) -> RenderableType:
         who.add_row(*map(str, cells))
         pages.add_row(str(instance["id"]), *(str(instance["pages"].get(name, "-")) for name in PAGE_STATES))
     live = f"rooms live {status['rooms_live']}, requests live {status['requests_live']}"
-    return Group(who, pages, *map(Text, quarantine_lines(status)), Text(live))
+    return Group(who, pages, *map(Text, [*quarantine_lines(status), *path_lines(status)]), Text(live))
+
+
+def path_lines(status: Mapping[str, Any]) -> list[str]:
+    """By which backends KV arrives: pairs of a prefill process and a rank that it writes to."""
+    return [
+        f"{instance['id']}: KV arrives by {', '.join(f'{name} ({count})' for name, count in paths.items())}"
+        for instance in status["instances"]
+        if (paths := instance.get("data_paths"))
+    ]
 
 
 def quarantine_lines(status: Mapping[str, Any]) -> list[str]:

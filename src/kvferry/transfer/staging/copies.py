@@ -53,12 +53,11 @@ class Memory:
 
 
 def host_memory(regions: Sequence[Region], staging_bytes: int) -> Memory:
-    """For regions in this process's memory, which must stay mapped."""
+    """For regions in this process's memory, which must stay mapped. Staging memory takes none until it is used."""
     staging = torch.empty(0, dtype=torch.uint8)
     if staging_bytes:
         area = private(-(-staging_bytes // _HUGE) * _HUGE)
         staging = torch.frombuffer(area, dtype=torch.uint8)[:staging_bytes]
-        staging.fill_(0)  # now, so that no copy waits for the kernel to find its pages
     return Memory(regions, staging, host_area, gather_slices, scatter_slices)
 
 
