@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from kvferry.obs.show import quarantine_lines, show_status
+from kvferry.obs.show import path_lines, quarantine_lines, show_status
 
 ROW: dict[str, Any] = {
     "room": "77", "pages": [4, 5, 9], "writer": "prefill-1", "writer_pid": 41, "linked": False, "for_s": 12.34,
@@ -27,3 +27,9 @@ def test_each_room_that_waits_for_proof_has_its_line() -> None:
     with console.capture() as shown:
         console.print(show_status(status))
     assert right in shown.get()
+
+
+def test_by_which_backends_kv_arrives_is_said() -> None:
+    decode = {"id": "decode-0", "data_paths": {"local": 1, "ucx+staging": 3}}
+    status = {"instances": [decode, {"id": "prefill-0", "data_paths": {}}, {"id": "decode-1"}]}
+    assert path_lines(status) == ["decode-0: KV arrives by local (1), ucx+staging (3)"]
