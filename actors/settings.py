@@ -72,9 +72,11 @@ class TransferSettings(Settings, frozen=True):
     that all processes are on one host; ucxx goes by tcp in both, with "host" on the loopback device. `ib_device`: the
     network devices to take (kvferry.transfer.nics), but for ucxx; None = the one that has our address. `poll_busy_ms`
     and `poll_idle_ms`: how often ucx looks; the others are woken. A process has at most `max_agents` agents of the data
-    plane, one for each peer. With `checksum` decode commits only what has been compared, where it lies, with digests
-    that prefill took of its source. Before a pair of agents is used first, a few bytes must get across within
-    `self_test_s` seconds (0: not tried).
+    plane, one for each peer. `staging_mib`: memory of a rank, beside its pool, in which small slices are gathered, sent
+    as one write, and scattered, where TP differs and the backend is ucx or ucxx (0: slices go one by one). None is
+    taken before a peer of another layout is there. With `checksum` decode commits only what has been compared, where
+    it lies, with digests that prefill took of its source. Before a pair of agents is used first, a few bytes must get
+    across within `self_test_s` seconds (0: not tried).
     """
 
     policy: str = EARLY
@@ -85,6 +87,7 @@ class TransferSettings(Settings, frozen=True):
     poll_busy_ms: float = 1.0
     poll_idle_ms: float = 20.0
     max_agents: int = 256
+    staging_mib: int = 128
     checksum: bool = True
     self_test_s: float = 10.0
     faults: FaultSettings = FaultSettings()

@@ -41,6 +41,7 @@ from staging_parts import (
 
 from kvferry.transfer.blocks import spans_of
 from kvferry.transfer.contract import Peer, WriteOutcome, decode_descriptor
+from kvferry.transfer.staging.wire import SCRATCH_BYTES
 
 
 class Source:
@@ -104,7 +105,7 @@ class Source:
         """Pieces into a ring, nothing else."""
         peer: Any = self.peers["equal", 0, 0]
         ours, theirs = len(self.ranks.endpoints["equal", 0].regions), len(peer.descriptor.regions)
-        spans = ring_spans(ours, theirs, peer.lent.offset, self._piece, REQUEST_BYTES // self._piece)
+        spans = ring_spans(ours, theirs, peer.lent.scratch + SCRATCH_BYTES, self._piece, REQUEST_BYTES // self._piece)
         begun_s = time.perf_counter()
         await written(self.ranks.inner["equal", 0], peer.inner, spans)
         return time.perf_counter() - begun_s

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvferry.actors.decode.arrival import Notified
 from kvferry.actors.decode.checks import OwnDigests
-from kvferry.actors.decode.writers import accept
+from kvferry.actors.decode.writers import accept, revoke
 from kvferry.actors.parts import Parts
 from kvferry.actors.ranks.follower import Follower
 from kvferry.protocol.address import Address
@@ -70,10 +70,10 @@ class DecodeFollower(Follower):
         if self.is_leader(peer):
             if self._own is not None:
                 self._own.forget(message.writer)
-            self.spawn(self._destroy_agent(message.writer))
+            self.spawn(self._destroy_agent(message.writer, message.ended))
 
-    async def _destroy_agent(self, writer: int) -> None:
-        proof = await self.endpoint.revoke(writer)
+    async def _destroy_agent(self, writer: int, ended: bool) -> None:
+        proof = await revoke(self.endpoint, writer, ended)
         self.tell_leader(RevokedAt(writer, proof.generation if proof is not None else -1))
 
     def _take_digest(self, peer: Address, message: TakeDigest) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import filterfalse
 
 from kvferry.actors.decode.room import DecodeRoom
 from kvferry.actors.decode.writers import Writers
@@ -76,7 +77,12 @@ class Quarantine:
         """The processes to end, where we can't shut a writer out, and its end is proof."""
         settings = self._settings
         return over_budget(
-            self._given_up(), self._ledger.total, settings.quarantine_budget, settings.quarantine_s, now_s
+            self._given_up(),
+            self._ledger.total,
+            settings.quarantine_budget,
+            settings.quarantine_s,
+            now_s,
+            self._writers.has_ended,
         )
 
     def end_writer(self, incarnation: int, now_s: float) -> bool:
@@ -120,15 +126,20 @@ class _Waiting:
 
 
 def over_budget(
-    rooms: Iterable[DecodeRoom], total: int, budget: float, limit_s: float, now_s: float
+    rooms: Iterable[DecodeRoom],
+    total: int,
+    budget: float,
+    limit_s: float,
+    now_s: float,
+    has_ended: Callable[[int], bool] = lambda writer: False,
 ) -> list[OverBudget]:
     """The processes to end: those that keep a page for `limit_s`, and, when more than the share `budget` of `total`
-    pages is quarantined, those that keep the most, until the rest would fit.
+    pages is quarantined, those that keep the most, until the rest would fit. Never one that has ended already.
     """
     waiting: dict[int, _Waiting] = {}
     for room in rooms:
         if room.holding is not None and room.holding.quarantined:
-            for writer in filter(partial(must_exit, room), room.machine.not_quiet):
+            for writer in filter(partial(must_exit, room), filterfalse(has_ended, room.machine.not_quiet)):
                 record = waiting.setdefault(writer, _Waiting(room.peer.name))
                 record.pages |= set(room.holding.pages)
                 record.since_s = min(record.since_s, room.quarantined_s)

@@ -87,6 +87,7 @@ class Receiving(Checking):
 
     def _shut_out(self, item: ShutOut) -> None:
         """Every room on the agent that is gone has failed; others get a new one."""
+        self.writers.closed(item)
         if item.target == LEADER and item.writer not in self.writers.incarnations:
             self.forget_source(item.writer)
         if item.proof is not None:
@@ -96,6 +97,8 @@ class Receiving(Checking):
                     text, state = f"{room.peer.name} has been shut out", room.machine.state.name
                     cause = self.cause(room, "peer_lost", text, state, room.peer.name)
                     self.act(room, room.machine.writer_revoked(item.writer, cause))
+        if self.writers.has_ended(item.writer):
+            self._settle_exit(item.writer, "a process of prefill has ended", "prefill")
         for room in awaiting(self.leg_rooms(), item.writer):
             self._send_destination(room)
 
@@ -178,17 +181,23 @@ class Receiving(Checking):
         self.quarantine.lost(peer)
 
     def peer_exited(self, peer: Address) -> None:
-        """The end of the writer is proof only for ways where a transport says so (design §5); the others are closed."""
+        """Its rooms fail now. Its end is proof only for ways where a transport says so (design §5), once every rank has
+        ended what it may have left there; the others are closed.
+        """
+        self.writers.exited(peer.incarnation)
+        self._settle_exit(peer.incarnation, f"process {peer.pid} of {peer.name} has ended", peer.name)
+
+    def _settle_exit(self, writer: int, text: str, name: str) -> None:
+        """What is known of that process's end goes to its rooms."""
         for room in self.leg_rooms():
-            if peer.incarnation not in room.machine.writers.values():
+            machine = room.machine
+            if writer not in machine.writers.values() or writer in machine.exited | machine.revoked:
                 continue
-            text, state = f"process {peer.pid} of {peer.name} has ended", room.machine.state.name
-            cause = self.cause(room, "peer_lost", text, state, peer.name)
-            if exits(room, peer.incarnation):
-                self.act(room, room.machine.writer_exited(peer.incarnation, cause))
+            cause = self.cause(room, "peer_lost", text, machine.state.name, name)
+            if exits(room, writer, self.writers):
+                self.act(room, machine.writer_exited(writer, cause))
             else:
-                self.act(room, room.machine.handle(ReceiverEvent.PREFILL_LOST, cause))
-        self.writers.shut_out(peer.incarnation)
+                self.act(room, machine.handle(ReceiverEvent.PREFILL_LOST, cause))
 
     # --- the destination, and what arrives ---
 
@@ -274,8 +283,8 @@ class Receiving(Checking):
             self.membership.tell(overdue)
 
     async def status(self) -> dict[str, Any]:
-        rows = quarantined(self.rooms.values(), self.network.is_up, self.clock.now_s())
-        return await super().status() | {"quarantined": rows}
+        rows = quarantined(self.rooms.values(), self.writers, self.network.is_up, self.clock.now_s())
+        return await super().status() | {"quarantined": rows, "data_paths": self.writers.backends()}
 
     async def end_writer(self, incarnation: int) -> bool:
         """A call, by the controller (`Quarantine.end_writer`)."""

@@ -3,10 +3,14 @@ until it is shut out.
 
 Agents take their time to be made and to be destroyed, by the rank whose they are; what becomes of it comes back as
 items for the leader.
+
+A process that has ended may have left something at a rank that is still to be put into its place (staging). So its end
+counts at a rank once every revocation that was asked of that rank, one of them after the end was known, is answered.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -37,7 +41,7 @@ class Accepted:
 
 @dataclass(frozen=True)
 class ShutOut:
-    """Item: the agent of that process at `target` is gone. `proof` is None where that proves nothing."""
+    """Item: the agent of that process at `target` is gone. `proof` is None where that alone proves nothing."""
 
     writer: int
     target: int
@@ -50,6 +54,14 @@ async def accept(endpoint: Endpoint, writer: int, host: str, target: int, turn: 
         return Accepted(writer, target, turn, await endpoint.accept(writer, host))
     except TransferError as error:
         return Accepted(writer, target, turn, None, str(error))
+
+
+async def revoke(endpoint: Endpoint, writer: int, ended: bool) -> Revoked | None:
+    """Destroy this rank's agent for that process, if there is one. `ended`: the process has."""
+    proof = await endpoint.revoke(writer)
+    if ended:
+        endpoint.writer_exited(writer)
+    return proof
 
 
 class Writers:
@@ -66,11 +78,18 @@ class Writers:
         self._turns = 0
         self._asked: dict[Pair, int] = {}  # pair -> turn; an endpoint does what it is asked in this order
         self._known: dict[Pair, Descriptor] = {}
+        self._closing: Counter[Pair] = Counter()  # revocations that have not been answered
+        self._left: set[Pair] = set()  # revoked, and that proved nothing: the rank must hear of the process's end
+        self._ended: set[int] = set()  # processes
 
     @property
     def incarnations(self) -> set[int]:
         """Those that have an agent here, or will have one."""
         return {writer for writer, _ in self._asked.keys() | self._known.keys()}
+
+    def backends(self) -> dict[str, int]:
+        """How many ways into our memory there are over each of them."""
+        return dict(sorted(Counter(known.backend for known in self._known.values()).items()))
 
     def routes(self, sources: Sequence[Member]) -> dict[int, tuple[int, ...]]:
         """Source rank -> the ranks here that it writes to. Raises TransferError for layouts that don't fit."""
@@ -126,18 +145,46 @@ class Writers:
         mine = [pair for pair in room.agents if pair[0] == writer and pair in self._known]
         return self._close([pair for pair in mine if room.agents[pair] == self._known[pair].generation])
 
+    def exited(self, writer: int) -> None:
+        """That process has ended. Every rank that has, or had, an agent of it is told: `ShutOut` follows for each."""
+        self._ended.add(writer)
+        pairs = self._asked.keys() | self._known.keys() | self._closing.keys() | self._left
+        self._close([pair for pair in pairs if pair[0] == writer])
+
+    def has_ended(self, writer: int) -> bool:
+        return writer in self._ended
+
+    def is_over(self, pair: Pair) -> bool:
+        """The process has ended, and so has all that it has left at that rank."""
+        open_there = pair in self._asked or pair in self._known or pair in self._closing
+        return pair[0] in self._ended and not open_there
+
     def _close(self, pairs: list[Pair]) -> bool:
-        for writer, target in sorted(pairs):
-            self._asked.pop((writer, target), None)
-            self._known.pop((writer, target), None)
+        for pair in sorted(pairs):
+            writer, target = pair
+            self._asked.pop(pair, None)
+            self._known.pop(pair, None)
+            self._closing[pair] += 1
+            ended = writer in self._ended
             if target == LEADER:
-                self._spawn(self._revoke(writer))
+                self._spawn(self._revoke(writer, ended))
             else:
-                self._team.send(target, Revoke(writer))
+                self._team.send(target, Revoke(writer, ended))
         return bool(pairs)
 
-    async def _revoke(self, writer: int) -> None:
-        self._post(ShutOut(writer, LEADER, await self._endpoint.revoke(writer)))
+    async def _revoke(self, writer: int, ended: bool) -> None:
+        self._post(ShutOut(writer, LEADER, await revoke(self._endpoint, writer, ended)))
+
+    def closed(self, item: ShutOut) -> None:
+        """A rank has answered a revocation."""
+        pair = (item.writer, item.target)
+        self._closing[pair] -= 1
+        if self._closing[pair] <= 0:
+            del self._closing[pair]
+        if item.proof is None and item.writer not in self._ended:
+            self._left.add(pair)
+        else:
+            self._left.discard(pair)
 
 
 def awaiting(rooms: Iterable[DecodeRoom], writer: int) -> list[DecodeRoom]:
@@ -156,11 +203,12 @@ def shuts_out(room: DecodeRoom, target: int, proof: Revoked) -> bool:
     return _is_closed(room, proof.writer)
 
 
-def exits(room: DecodeRoom, writer: int) -> bool:
-    """That process has ended. True when nothing comes by any way that the room's destination gave it; the end is no
-    proof for those over which bytes may still be on their way: they are to be destroyed.
+def exits(room: DecodeRoom, writer: int, writers: Writers) -> bool:
+    """That process has ended. True when nothing comes by any way that the room's destination gave it. The end is no
+    proof for a way over which bytes may still be on theirs: there the agent's is.
     """
-    room.closed |= {pair for pair, proofs in room.proofs.items() if pair[0] == writer and proofs.exited}
+    ways = {pair for pair, proofs in room.proofs.items() if pair[0] == writer and proofs.exited}
+    room.closed |= {pair for pair in ways if writers.is_over(pair)}
     return _is_closed(room, writer)
 
 

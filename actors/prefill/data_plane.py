@@ -17,20 +17,29 @@ import msgspec
 from kvferry.actors.prefill.sending import Part, RankWrite, Sending, Targets
 from kvferry.protocol.messages import Measured
 from kvferry.protocol.metadata import Introduction, Notification, Placed, encode_notification
-from kvferry.transfer.contract import Endpoint, Peer, TransferError, WriteOutcome, WriteResult, encode_regions
+from kvferry.transfer.contract import (
+    Descriptor,
+    Endpoint,
+    Peer,
+    TransferError,
+    WriteOutcome,
+    WriteResult,
+    encode_regions,
+)
 from kvferry.transfer.digest import EMPTY, Digests
 from kvferry.transfer.work import Blocks
 
 
 class Connected(msgspec.Struct, frozen=True):
     """Item: the data plane has (or has not, and `error` says why) connected to all of a room's targets, ranks of the
-    decode whose leader is `owner`.
+    decode whose leader is `owner`. `instead`: how we write to one of them, when it is not as that rank would have it.
     """
 
     room: int
     owner: int
     targets: dict[int, Peer] | None
     error: str = ""
+    instead: Descriptor | None = None
 
 
 class WriteEnded(msgspec.Struct, frozen=True):
@@ -84,7 +93,9 @@ class DataPlane:
     async def _connect(self, room: int, owner: int, targets: Targets) -> None:
         try:
             peers = {rank: await self._endpoint.connect(target) for rank, target in targets.items()}
-            self._post(Connected(room, owner, peers))
+            ours = {rank: peer.descriptor for rank, peer in peers.items()}
+            others = [ours[rank] for rank, target in targets.items() if ours[rank].backend != target.backend]
+            self._post(Connected(room, owner, peers, instead=others[0] if others else None))
         except TransferError as error:
             self._post(Connected(room, owner, None, str(error)))
 

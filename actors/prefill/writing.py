@@ -17,7 +17,7 @@ from kvferry.protocol.address import Address
 from kvferry.protocol.clocks import Wait
 from kvferry.protocol.errors import Cause
 from kvferry.protocol.instance import AbortConfirmed, ConfirmAbort, RankFailed, Wrote
-from kvferry.protocol.messages import AbortAck, AbortTransfer, Drained, Draining, Reconcile, UnknownRoom
+from kvferry.protocol.messages import AbortAck, AbortTransfer, DataPath, Drained, Draining, Reconcile, UnknownRoom
 from kvferry.protocol.rank import LEADER
 from kvferry.protocol.sender import SenderEvent, SenderState
 from kvferry.transfer.contract import TransferError, WriteOutcome
@@ -171,6 +171,8 @@ class Writing(WritingRank, Leader[PrefillRoom]):
         if item.targets is None:
             self.fail(room, SenderEvent.FAIL, item.error, room.peer.name, "handoff_failed")
             return
+        if item.instead is not None:
+            self.tell_room(room, DataPath(room.room, item.instead.backend, item.instead.why))
         room.sending.targets = item.targets
         self.ready_to_write(room)
 

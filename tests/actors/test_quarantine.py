@@ -249,6 +249,32 @@ def test_over_tcp_what_a_dead_writer_left_behind_lands_nowhere(client_of: Any, w
     run(main())
 
 
+def test_on_one_host_a_dead_writers_end_counts_when_revoke_has_answered(client_of: Any, wait_until: Any) -> None:
+    """With staging, what it had announced is still put into its pages after its end: they are leased until that is
+    over, though the end is known at once and another request waits for them.
+    """
+
+    async def main() -> None:
+        options = SimOptions(proofs=HOST, scatter_s=0.8, decode=TINY, **SLOW)
+        async with SimSystem(options) as system:
+            client, watcher = await client_of(system), Watcher(system)
+            room_id, asking = await writing(system, client, wait_until)
+            system.kill("prefill-0")
+            with pytest.raises(KVFerryError):
+                await asking
+            (row,) = (await system.decode().status())["quarantined"]
+            assert row["waits_for"] == ["the end of what it left at rank 0"]
+            detail = await released(system, room_id)
+            assert (detail["proof"], detail["pages"]) == ("exited", PAGES) and 0.8 <= detail["quarantined_s"] < 0.9
+            watcher.look()
+            assert watcher.writes.late == 1
+            system.spawn("prefill", "prefill-0")
+            await all_is_well(system, client)
+            watcher.look()
+
+    run(main())
+
+
 def test_case_31_a_replaced_prefill_writes_by_an_agent_of_its_own(client_of: Any, wait_until: Any) -> None:
     """Case 31: "Kill the only prefill actor, start a new one under the same name/address; do not touch decode": what
     was in flight fails cleanly, and the next request goes to the new one, by an agent of its own.

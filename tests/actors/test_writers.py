@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvferry.actors.decode.quarantine import over_budget
-from kvferry.actors.decode.writers import Accepted, ShutOut, Writers, shuts_out
+from kvferry.actors.decode.writers import Accepted, ShutOut, Writers, exits, shuts_out
 from kvferry.actors.exits import Exits
 from kvferry.protocol.address import Address
 from kvferry.protocol.instance import Accept, Revoke
 from kvferry.protocol.messages import Message, OverBudget
 from kvferry.protocol.receiver import ReceiverEvent, ReceiverMachine
 from kvferry.sim.loop import VirtualClock
-from kvferry.transfer.contract import Descriptor, Revoked, TransferError
+from kvferry.transfer.contract import Descriptor, Proofs, Revoked, TransferError
 from kvferry.transfer.fake import HOST, TCP, FakeFabric
 
 PREFILL, OTHER = 0xA, 0xC
@@ -29,10 +30,12 @@ HOSTS = {PREFILL: "host", OTHER: "host"}
 class Leader:
     """What a leader gives its `Writers`; `items` in the order of their coming."""
 
-    def __init__(self) -> None:
+    def __init__(self, proofs: Proofs = TCP) -> None:
         clock = VirtualClock()
-        self.fabric = FakeFabric(loop=asyncio.get_running_loop(), sleep=clock.sleep, now_s=clock.now_s, proofs=TCP)
+        self.fabric = FakeFabric(loop=asyncio.get_running_loop(), sleep=clock.sleep, now_s=clock.now_s, proofs=proofs)
         self.endpoint = self.fabric.endpoint((), 0xB, lambda agent, payload: None)
+        self.exited: list[int] = []
+        self.endpoint.writer_exited = self.exited.append  # type: ignore[method-assign]
         self.items: list[Accepted | ShutOut] = []
         self.tasks: list[asyncio.Task[None]] = []
         self.orders: list[tuple[int, Message]] = []
@@ -173,6 +176,11 @@ def test_who_is_over_the_budget(rooms: list[Any], expected: list[OverBudget]) ->
     assert over_budget(rooms, 100, 0.25, 60.0, 100.0) == expected
 
 
+def test_who_has_ended_is_not_killed() -> None:
+    rooms = [waiting(1, range(20), 10.0), waiting(2, range(20, 50), 10.0)]
+    assert over_budget(rooms, 100, 0.25, 60.0, 100.0, {1}.__contains__) == [OverBudget("prefill-2", 2, 30, 90.0)]
+
+
 class Pidfds:
     """The kernel: processes by incarnation, and what was done to them."""
 
@@ -207,3 +215,90 @@ def test_only_a_process_that_is_known_to_be_the_one_is_killed() -> None:
     assert not exits.kill(7)
     kernel.ends[7]()
     assert gone == [peer] and exits.kill(7) and kernel.killed == [7], "it has ended: done, and nobody is hit"
+
+
+@dataclass
+class Case:
+    """A leader with an agent for PREFILL here and one at rank 1, and a room that names both, over HOST."""
+
+    leader: Leader
+    room: Any
+
+    @staticmethod
+    async def make() -> Case:
+        leader = Leader(HOST)
+        pairs = [(PREFILL, HERE), (PREFILL, 1)]
+        leader.writers.descriptors(pairs, HOSTS)
+        (own,) = await leader.settle()
+        assert isinstance(own, Accepted) and leader.writers.accepted(own)
+        assert leader.writers.accepted(Accepted(PREFILL, 1, 2, Descriptor("fake", "agent", 0xB1, 7, b"", (), HOST)))
+        leader.orders.clear()
+        room: Any = SimpleNamespace(agents=dict.fromkeys(pairs, 0), proofs=dict.fromkeys(pairs, HOST), closed=set())
+        return Case(leader, room)
+
+    def closed(self, item: ShutOut) -> bool:
+        """The room has nothing to fear any more, once this has come."""
+        self.leader.writers.closed(item)
+        return self.exits()
+
+    def exits(self) -> bool:
+        return exits(self.room, PREFILL, self.leader.writers)
+
+    async def own(self) -> ShutOut:
+        (item,) = await self.leader.settle()
+        assert isinstance(item, ShutOut)
+        return item
+
+
+THERE = ShutOut(PREFILL, 1, None)
+
+
+async def test_an_end_counts_when_every_rank_has_answered_and_each_is_told_of_it() -> None:
+    case = await Case.make()
+    case.leader.writers.exited(PREFILL)
+    assert not case.exits() and case.leader.orders == [(1, Revoke(PREFILL, ended=True))]
+    assert not case.closed(await case.own()), "rank 1 has not answered"
+    assert case.closed(THERE) and case.leader.exited == [PREFILL]
+
+
+async def test_an_answer_to_a_revocation_from_before_the_end_is_not_the_last() -> None:
+    """Rank 1 answers in order: first to what was asked while the writer lived."""
+    case = await Case.make()
+    assert case.leader.writers.shut_out(PREFILL)
+    case.leader.writers.exited(PREFILL)
+    assert case.leader.orders == [(1, Revoke(PREFILL)), (1, Revoke(PREFILL, ended=True))]
+    before, after = await case.leader.settle()
+    assert isinstance(before, ShutOut) and isinstance(after, ShutOut)
+    assert not case.closed(before) and not case.closed(THERE) and not case.closed(after)
+    assert case.closed(THERE)
+
+
+async def test_a_rank_that_revoked_long_ago_is_asked_again_and_can_lend_what_it_laid_aside() -> None:
+    case = await Case.make()
+    assert case.leader.writers.shut_out(PREFILL)
+    assert not case.closed(await case.own()) and not case.closed(THERE), "it may live"
+    case.leader.writers.exited(PREFILL)
+    assert not case.exits() and case.leader.orders[1:] == [(1, Revoke(PREFILL, ended=True))]
+    assert not case.closed(await case.own()) and case.closed(THERE)
+    assert case.leader.exited == [PREFILL]
+
+
+async def test_an_agent_that_is_being_made_when_its_writer_ends_is_ended_and_never_known() -> None:
+    case = await Case.make()
+    assert case.leader.writers.shut_out(PREFILL)
+    case.leader.writers.closed(await case.own())
+    case.leader.writers.closed(THERE)
+    assert case.leader.ask(PREFILL) is None
+    case.leader.writers.exited(PREFILL)
+    made, ended = await case.leader.settle()
+    assert isinstance(made, Accepted) and isinstance(ended, ShutOut) and not case.leader.writers.accepted(made)
+    assert not case.closed(ended) and case.closed(THERE) and case.leader.writers.incarnations == set()
+
+
+async def test_the_end_of_one_process_is_not_that_of_the_next_one() -> None:
+    """They are two incarnations; a room of the one that lives stays open, whatever is answered about it."""
+    case = await Case.make()
+    case.leader.writers.exited(OTHER)
+    assert case.leader.orders == [] and await case.leader.settle() == []
+    assert case.leader.writers.shut_out(PREFILL)
+    assert not case.closed(await case.own()) and not case.closed(THERE)

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from kvferry.obs.show import page_size_lines, quarantine_lines, show_status
+from kvferry.obs.show import page_size_lines, path_lines, quarantine_lines, show_status
 
 ROW: dict[str, Any] = {
     "room": "77", "pages": [4, 5, 9], "writer": "prefill-1", "writer_pid": 41, "linked": False, "for_s": 12.34,
@@ -36,3 +36,9 @@ def test_page_sizes_are_told_where_they_differ() -> None:
     line = "tokens in a page: 16 of prefill-0, prefill-1; 64 of decode-0"
     assert page_size_lines({"instances": [*instances, gone]}) == [line]
     assert page_size_lines({"instances": [*instances[:2], gone]}) == []
+
+
+def test_by_which_backends_kv_arrives_is_said() -> None:
+    decode = {"id": "decode-0", "data_paths": {"local": 1, "ucx+staging": 3}}
+    status = {"instances": [decode, {"id": "prefill-0", "data_paths": {}}, {"id": "decode-1"}]}
+    assert path_lines(status) == ["decode-0: KV arrives by local (1), ucx+staging (3)"]

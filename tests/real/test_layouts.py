@@ -105,3 +105,32 @@ def test_every_pair_of_page_sizes(server_class: type[Any], pages: tuple[int, int
         assert_pages(server, pages)
         assert_right(server, asked(server, pool))
         server.wait_baseline()
+
+
+@pytest.mark.full
+def test_small_slices_are_staged_over_ucx(server_class: type[Any]) -> None:
+    """Each of three source ranks has one of three heads, so each token is a slice, in 60 regions. They arrive in a few
+    writes. Then a rank of prefill dies: decode's pages come back once it has ended what that may have left in its ring.
+    """
+    pair: Pair = ((3, 1), (1, 1))
+    more = configured(pair) | {"transfer": {"backend": "ucx"}}
+    with server_class(more) as server, ThreadPoolExecutor(len(KNOWN)) as pool:
+        answers = asked(server, pool)
+        assert_right(server, answers)
+        server.wait_baseline()
+        transfers = server.room(answers[-1].result())["transfers"]
+        assert {transfer["backend"] for transfer in transfers} == {"ucx+staging"} and len(transfers) == 3
+        # 257 tokens in 60 regions would be 15,420 descriptors each; so many are pages of two chunks, and the row.
+        assert all(transfer["descriptors"] <= 10 for transfer in transfers)
+        assert server.instance("decode-0")["data_paths"] == {"ucx+staging": 3}
+        before = pids(server, "prefill-0")
+        answers = asked(server, pool)
+        server.wait(lambda: server.instance("decode-0")["queues"]["rooms"] >= 1, 60, "a room")
+        os.kill(before[1], signal.SIGKILL)
+        for known, answer in zip(KNOWN, answers, strict=True):  # who came when no prefill was there was told so
+            assert answer.result().status_code == 503 or server.assert_same(known, answer.result()) is not None
+        server.wait(lambda: not set(pids(server, "prefill-0").values()) & set(before.values()), 60, "another prefill")
+        server.wait(lambda: server.instance("prefill-0")["registered"], 60, "its registration")
+        server.wait_baseline()
+        assert_right(server, asked(server, pool))
+        server.wait_baseline()

@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvferry.actors.settings import TransferSettings
+from kvferry.transfer import backends
 from kvferry.transfer.contract import Region, RegionKind, decode_descriptor, encode_descriptor
 from kvferry.transfer.cost import Costs
 from kvferry.transfer.fake import FakeFabric
@@ -191,9 +193,21 @@ def endpoint_of(kind, memory, incarnation, on_notify, **options):
 STAGING_SIZES = StagingSizes(piece_bytes=4096, slots=3, ring_bytes=16 * 1024, rings=2)
 
 
+def made(transports, memory, incarnation, on_notify):
+    """What the roles would have: several backends, tried before use; slices that are staged where that pays."""
+    site = backends.Site(
+        host="127.0.0.1", kernel="here", regions=memory.regions, areas=[], incarnation=incarnation,
+        on_notify=on_notify, loop=asyncio.get_running_loop(), now_s=time.monotonic, sleep=asyncio.sleep,
+    )  # fmt: skip
+    return backends.make_endpoint(TransferSettings(backend="auto", transports=transports, staging_mib=1), site)
+
+
 async def open_staging(kind, fabric, incarnation, memory, sizes=STAGING_SIZES, costs=None, **options):
-    """The endpoint within is `site.inner`."""
+    """The endpoint within is `site.inner`. Of the kind "made-tcp" it is what the roles have."""
     site, loop = Site(memory), asyncio.get_running_loop()
+    if kind.startswith("made-"):
+        site.endpoint = made(kind.removeprefix("made-"), memory, incarnation, site.hear)
+        return site
 
     def open_inner(regions, on_notify):
         if kind == "fake":

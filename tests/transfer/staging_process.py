@@ -1,4 +1,4 @@
-"""One end of staging in a process of its own: `python staging_process.py ROLE TRANSPORTS`.
+"""One end of staging in a process of its own: `python staging_process.py ROLE KIND`.
 
 A target (ROLE target) of 8 heads prints its descriptor for the writer 0x51. A source of 2 heads reads a descriptor and
 writes all of its pages there, again and again; it prints "writing" after the first round. Either ends when its standard
@@ -18,9 +18,9 @@ from kvferry.transfer.pairing import pair_common
 SOURCE, TARGET = 0x51, 0x52
 
 
-async def main(role, transports):
+async def main(role, kind):
     memory, incarnation = (Heads(), TARGET) if role == "target" else (Heads(2, 2, seed=1), SOURCE)
-    site = await open_staging(f"ucx-{transports}", None, incarnation, memory)
+    site = await open_staging(kind, None, incarnation, memory)
     site.endpoint.expect(+1)
     if role == "target":
         print(encode_descriptor(await site.endpoint.accept(SOURCE)).hex(), flush=True)

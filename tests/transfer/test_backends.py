@@ -15,6 +15,7 @@ from kvferry.transfer.backends import BACKENDS, Site, chooser, make_endpoint
 from kvferry.transfer.contract import TransferError, WriteOutcome
 from kvferry.transfer.faulty import FaultyEndpoint
 from kvferry.transfer.spans import make_spans
+from kvferry.transfer.staging.endpoint import StagingEndpoint
 from kvferry.transfer.ucx import UcxEndpoint
 
 
@@ -29,14 +30,15 @@ def make(settings, tools, host="127.0.0.1", incarnation=7, memory=None, shared=T
         on_notify=on_notify or (lambda agent, payload: None),
         loop=asyncio.get_running_loop(),
         now_s=time.monotonic,
+        sleep=asyncio.sleep,
     )
-    return make_endpoint(settings, site, sleep=asyncio.sleep)
+    return make_endpoint(settings, site)
 
 
 @pytest.mark.parametrize(
     ("faults", "kind"),
     [
-        (FaultSettings(), UcxEndpoint),
+        (FaultSettings(), StagingEndpoint),
         (FaultSettings(delay_ms=5), FaultyEndpoint),
         (FaultSettings(stall_after=0), FaultyEndpoint),
         (FaultSettings(late_after_abort_ms=1), FaultyEndpoint),
@@ -45,6 +47,7 @@ def make(settings, tools, host="127.0.0.1", incarnation=7, memory=None, shared=T
 async def test_ucx_and_its_faults(tools, no_survivors, faults, kind):
     endpoint = make(TransferSettings(backend="ucx", self_test_s=0, faults=faults), tools)
     assert isinstance(endpoint, kind) and endpoint.backend == "ucx"
+    assert faults != FaultSettings() or isinstance(endpoint.inner, UcxEndpoint)
     assert (await endpoint.accept(1)).agent == "kvferry-0000000000000007-0"
     await endpoint.close()
 
@@ -98,10 +101,12 @@ def test_auto_refuses_a_writer_that_it_can_not_reach():
         chooser("here", "host", "")("there")
 
 
-@pytest.mark.parametrize(("shared", "backends"), [(True, ("local",)), (False, ("ucx",))])
-async def test_on_one_host_auto_has_what_it_needs_and_no_more(tools, no_survivors, shared, backends):
-    endpoint = make(TransferSettings(backend="auto"), tools, shared=shared)
-    assert endpoint.backend == "auto" and endpoint.inner.backends == backends
+@pytest.mark.parametrize(
+    ("shared", "mib", "backends"), [(True, 1, ("local",)), (False, 1, ("ucx+staging",)), (False, 0, ("ucx",))]
+)
+async def test_on_one_host_auto_has_what_it_needs_and_no_more(tools, no_survivors, shared, mib, backends):
+    endpoint = make(TransferSettings(backend="auto", staging_mib=mib), tools, shared=shared)
+    assert endpoint.backend == "auto" and endpoint.inner.backends == (backends[0].partition("+")[0],)
     descriptor = await endpoint.accept(9, "here")
     assert descriptor.backend == backends[0] and "same host" in descriptor.why
     await endpoint.close()
@@ -117,7 +122,8 @@ async def test_auto_serves_a_pair_of_one_host_and_one_of_two_at_the_same_time(to
     ]
     target.expect(+1)
     ways = await target.accept(1, "here"), await target.accept(2, "there")
-    assert [way.backend for way in ways] == ["local", "ucx"]
+    assert [way.backend for way in ways] == ["local", "ucx+staging"]
+    assert ways[1].why == "the writer is on another host: UCX over tcp; small slices are staged"
     assert [(way.proofs.exited, way.proofs.revoked) for way in ways] == [(True, False), (False, True)]
     for source, way, region in ((near, ways[0], 0), (far, ways[1], 1)):
         peer = await source.connect(way)
@@ -146,7 +152,7 @@ async def test_ucxx_is_tried_and_says_what_it_took_and_what_proves_its_end(tools
         for number, memory in enumerate(memories, 1)
     ]
     descriptor = await target.accept(1, "here")
-    assert descriptor.backend == "ucxx" and descriptor.at == "127.0.0.1"
+    assert descriptor.backend == "ucxx+staging" and descriptor.at == "127.0.0.1"
     assert (descriptor.proofs.drained, descriptor.proofs.exited, descriptor.proofs.revoked) == (True, False, True)
     peer, outcome = await source.connect(descriptor), tools.Outcome()
     source.write(peer, make_spans(1, 1, np.array([0, 8192]), np.array([0, 8192]), [4096, 64]), outcome)

@@ -16,11 +16,12 @@ from kvferry.transfer.fake import HOST, TCP, FakeFabric
 from kvferry.transfer.page_plan import page_blocks
 from kvferry.transfer.pairing import pair_common
 from kvferry.transfer.spans import make_spans
-from kvferry.transfer.staging.endpoint import StagingSizes
+from kvferry.transfer.staging.endpoint import NO_STAGING, StagingSizes, sizes_for
 from kvferry.transfer.staging.wire import Scatter, encode
 
 LAYERS, PAGES, TOKENS, HEAD_BYTES = 2, 40, 4, 32  # of `tools.Heads`
 SOURCE, TARGET = 0x51, 0x52
+STAGED = StagingSizes(piece_bytes=4096, slots=3, ring_bytes=16 * 1024, rings=2)
 LAYOUTS = {"4 to 1": ((2, 2), (0, 8)), "1 to 4": ((0, 8), (6, 2))}
 
 
@@ -323,22 +324,71 @@ def encode_tag():
 
 async def test_rings_go_to_the_next_writer_only_when_nothing_can_land_in_them(pair_on, tools):
     sizes = StagingSizes(16 * 1024, 2, 64 * 1024, 1)
+    of, pages = shuffled()
+
+    async def written(pair):
+        outcome = tools.Outcome()
+        pair.write(of, pages, outcome)
+        assert (await outcome).outcome is WriteOutcome.FLUSHED and pair.right(of, pages)
+
     pair = await pair_on(sizes=sizes)
+    assert pair.target.endpoint.rings == (1, 0), "who has staged nothing has none"
+    await written(pair)
     assert pair.target.endpoint.rings == (0, 0)
     await pair.target.endpoint.revoke(SOURCE)
     assert pair.target.endpoint.rings == (1, 0)
     pair = await pair_on(HOST, sizes=sizes)
+    await written(pair)
+    staged = pair.source.endpoint.counts["pieces staged"]
     await pair.target.endpoint.revoke(SOURCE)
     assert pair.target.endpoint.rings == (0, 1)
     # There is none for this one: its slices go straight, and arrive.
     pair.peer = await pair.source.endpoint.connect(await pair.target.endpoint.accept(SOURCE))
-    of, pages = shuffled()
-    outcome = tools.Outcome()
-    pair.write(of, pages, outcome)
-    assert (await outcome).outcome is WriteOutcome.FLUSHED and pair.right(of, pages)
-    assert not pair.source.endpoint.counts and pair.target.endpoint.counts["writers without a ring"] == 1
+    for array in pair.target.memory.arrays:
+        array[:] = 0
+    await written(pair)
+    await written(pair)
+    assert pair.source.endpoint.counts["pieces staged"] == staged
+    assert pair.target.endpoint.counts["writers without a ring"] == 1
+    await pair.target.endpoint.revoke(SOURCE)
     pair.target.endpoint.writer_exited(SOURCE)
     assert pair.target.endpoint.rings == (1, 0)
+
+
+async def test_writes_that_wait_for_a_ring_which_does_not_come_go_straight_in_order(pair_on, tools):
+    """Also what is cancelled meanwhile ends, and what follows."""
+    pair = await pair_on(sizes=StagingSizes(16 * 1024, 2, 64 * 1024, 1))
+    pair.target.endpoint._rings._free.clear()
+    of, pages = shuffled()
+    order, outcomes = [], [tools.Outcome() for _ in range(3)]
+    handles = [pair.write(of, pages, lambda result, n=n: (order.append(n), outcomes[n](result))[1]) for n in range(3)]
+    pair.source.endpoint.cancel(handles[1])
+    results = [await outcome for outcome in outcomes]
+    assert [result.outcome for result in results] == [
+        WriteOutcome.FLUSHED, WriteOutcome.CANCELLED, WriteOutcome.FLUSHED
+    ]  # fmt: skip
+    assert order.index(0) < order.index(2) and pair.right(of, pages)
+    size = sum(block.size_bytes for block in pair.blocks(of, pages))
+    assert [result.size_bytes for result in results] == [size, 0, size]
+    assert pair.source.endpoint.counts["pieces staged"] == 0
+
+
+async def test_a_revoke_that_comes_during_another_answers_behind_it_and_the_ring_is_lent_again(pair_on, tools):
+    """The second one is asked when the writer has ended: what the first one waits for must be over, too."""
+    pair = await pair_on(HOST)
+    of, pages = shuffled()
+    outcome, gate = tools.Outcome(), Gate(pair.target)
+    pair.write(of, pages, outcome)
+    await tools.soon(lambda: gate.waiting)
+    first = asyncio.ensure_future(pair.target.endpoint.revoke(SOURCE))
+    await asyncio.sleep(0)
+    second = asyncio.ensure_future(pair.target.endpoint.revoke(SOURCE))
+    done, _ = await asyncio.wait({first, second}, timeout=0.1)
+    assert not done
+    gate.open.set()
+    assert await second is None and first.done()
+    pair.target.endpoint.writer_exited(SOURCE)
+    assert pair.target.endpoint.rings == (2, 0)
 
 
 async def test_a_ring_that_late_bytes_may_still_reach_is_not_used_again(pair_on, tools):
@@ -387,13 +437,48 @@ async def test_an_announcement_of_what_lies_outside_moves_nothing_and_breaks_its
     gate.open.set()
 
 
-async def test_a_process_that_stages_and_one_that_does_not_refuse_each_other(make_site, tools):
+@pytest.mark.parametrize("off", ["source", "target"])
+@pytest.mark.parametrize("kind", ["staging-fake", "staging-ucx-host"])
+async def test_a_pair_of_which_one_end_does_not_stage_sends_slices_one_by_one_and_says_so(make_site, tools, kind, off):
+    sizes = {name: NO_STAGING if name == off else STAGED for name in ("source", "target")}
+    source = await make_site(kind, SOURCE, tools.Heads(2, 2, seed=1), sizes=sizes["source"])
+    target = await make_site(kind, TARGET, tools.Heads(), sizes=sizes["target"])
+    descriptor = await target.endpoint.accept(SOURCE)
+    pair = await connected(source, target)
+    plain = source.inner.backend
+    assert descriptor.backend == (plain if off == "target" else f"{plain}+staging")
+    assert pair.peer.descriptor.backend == plain
+    where = "there" if off == "target" else "at the writer"
+    assert pair.peer.descriptor.why == f"slices go one by one: transfer.staging_mib is 0 {where}"
+    of, pages = shuffled()
+    outcome = tools.Outcome()
+    pair.write(of, pages, outcome)
+    assert (await outcome).outcome is WriteOutcome.FLUSHED and pair.right(of, pages)
+    assert not source.endpoint.counts and not target.endpoint.counts
+    assert await source.endpoint.connect(descriptor) is pair.peer
+    await source.endpoint.disconnect(pair.peer)
+
+
+async def test_another_backends_descriptor_is_refused(make_site, tools):
     staging = await make_site("staging-fake", SOURCE, tools.Heads(seed=1))
-    plain = await make_site("fake", TARGET, tools.Memory())
-    with pytest.raises(TransferError, match=r"backend is 'fake\+staging' there, 'fake' here"):
-        await plain.endpoint.connect(await staging.endpoint.accept(TARGET))
-    with pytest.raises(TransferError, match=r"backend is 'fake' there, 'fake\+staging' here"):
-        await staging.endpoint.connect(await plain.endpoint.accept(SOURCE))
+    other = msgspec.structs.replace(await staging.endpoint.accept(TARGET), backend="local")
+    with pytest.raises(TransferError, match=r"backend is 'local' there, 'fake\+staging' here"):
+        await staging.endpoint.connect(other)
+
+
+@pytest.mark.parametrize(
+    ("mib", "sizes"),
+    [
+        (0, NO_STAGING),
+        (1, StagingSizes(32 * 1024, 3, 128 * 1024, 7)),
+        (128, StagingSizes(4 << 20, 3, 16 << 20, 7)),
+        (1024, StagingSizes(4 << 20, 3, 16 << 20, 63)),
+    ],
+)
+def test_sizes_follow_from_the_memory_that_there_is(mib, sizes):
+    assert sizes_for(mib << 20) == sizes and sizes.size_bytes <= mib << 20
+    assert mib == 0 or sizes.size_bytes > (mib << 20) - sizes.ring_bytes
+    sizes.check()
 
 
 async def test_a_descriptor_says_what_the_one_within_says_of_its_writer(pair_on):
@@ -409,7 +494,7 @@ async def test_a_descriptor_says_what_the_one_within_says_of_its_writer(pair_on)
     assert (await pair.target.endpoint.accept(SOURCE)).proofs == TCP and hosts == [""]
     descriptor = decode_descriptor(encode_descriptor(await pair.target.endpoint.accept(SOURCE, "one")))
     assert hosts == ["", "one"]
-    assert (descriptor.proofs, descriptor.why, descriptor.at) == (TCP, "far", "there")
+    assert (descriptor.proofs, descriptor.why, descriptor.at) == (TCP, "far; small slices are staged", "there")
     assert pair.peer.descriptor.proofs == pair.peer.inner.descriptor.proofs == HOST
 
 

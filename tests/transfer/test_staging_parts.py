@@ -5,9 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.transfer.blocks import Block, Columns, Runs, spans_of
+from kvferry.transfer.blocks import Block, Columns, Runs, Side, spans_of
 from kvferry.transfer.contract import Descriptor, Region, RegionKind, TransferError
+from kvferry.transfer.copying import slice_copier
 from kvferry.transfer.spans import total_bytes
+from kvferry.transfer.staging.copies import Memory, host_memory
 from kvferry.transfer.staging.pieces import check_fits, cut
 from kvferry.transfer.staging.ring import Ring
 from kvferry.transfer.staging.wire import decode, encode, pack, scatter, unpack, unwrap, wrap
@@ -109,13 +111,37 @@ def test_numbers_that_are_none_are_refused(numbers):
         unpack(numbers, 5)
 
 
+@pytest.mark.parametrize("width", [1, 64, 255, 256, 700])
+def test_our_own_copies_of_slices_are_those_of_numpy(width):
+    """A width below and above what goes past the caches, at places that no line begins at; whole entries, too."""
+    random = np.random.default_rng(width)
+    areas = [np.frombuffer(random.bytes(40 * stride + 8), np.uint8).copy() for stride in (width + 24, width)]
+    regions = [Region(RegionKind.ROWS, "x", -1, area.ctypes.data, len(area), 1) for area in areas]
+    columns = {"start": np.array([5, 3]), "stride": np.array([width + 24, width]), "width": np.array([width, width])}
+    side = Side(region=np.array([0, 1], np.int32), at=np.array([3, 17, 20]), count=np.array([4, 1, 19]), **columns)
+    parts = [area[s + stride * e :][:width] for area, s, stride in zip(areas, (5, 3), columns["stride"], strict=True)
+             for e in [3, 4, 5, 6, 17, *range(20, 39)]]  # fmt: skip
+    wanted, before = np.concatenate(parts), [area.copy() for area in areas]
+    memory = host_memory(regions, 1 << 20)
+    assert (slice_copier() is None) == (type(memory) is Memory)
+    memory.gather(side, 10, len(wanted))
+    assert (
+        np.array_equal(memory.staging[10 : 10 + len(wanted)], wanted) and not memory.staging[10 + len(wanted) :].any()
+    )
+    for part in parts:
+        part[:] = 0
+    assert not all(np.array_equal(*two) for two in zip(areas, before, strict=True))
+    memory.scatter(10, len(wanted), side)
+    assert all(np.array_equal(*two) for two in zip(areas, before, strict=True))
+
+
 def test_a_ring_outside_its_region_is_refused():
     staging = Region(RegionKind.ROWS, "staging", -1, 4096, 1000, 1)
     inner = Descriptor("fake", "a", 1, 0, b"inner", (staging, staging))
-    outer = wrap(inner, "fake+staging", 1, 64, 936)
+    outer = wrap(inner, "fake+staging", 1, 64, 872)
     assert unwrap(outer, "fake")[0] == inner and outer.regions == (staging,)
-    with pytest.raises(TransferError, match="a ring of 937 bytes at 64 of 1000"):
-        unwrap(wrap(inner, "fake+staging", 1, 64, 937), "fake")
+    with pytest.raises(TransferError, match="a ring of 873 bytes behind byte 64 of 1000"):
+        unwrap(wrap(inner, "fake+staging", 1, 64, 873), "fake")
     with pytest.raises(TransferError, match="does not decode"):
         unwrap(inner, "fake")
 

@@ -85,6 +85,7 @@ RANGES: dict[str, Range] = {
     "transfer.poll_busy_ms": Range(0, 1000, "ms"),
     "transfer.poll_idle_ms": Range(0, 1000, "ms", open_low=True),
     "transfer.max_agents": Range(2, 65_536),
+    "transfer.staging_mib": Range(0, 65_536, "MiB (0: slices go one by one)"),
     "transfer.self_test_s": Range(0, 86_400, "seconds (0: none)"),
     "transfer.faults.delay_ms": Range(0, 600_000, "ms"),
     "transfer.faults.stall_after": Range(-1, 2**31 - 1, "writes (-1: never)"),

@@ -202,8 +202,9 @@ async def _endpoint(config: Config, engine: TorchEngine, network: Network, inbox
         on_notify=inbox,
         loop=asyncio.get_running_loop(),
         now_s=clock.now_s,
+        sleep=clock.sleep,
     )
-    return await asyncio.to_thread(make_endpoint, config.transfer, site, sleep=clock.sleep)
+    return await asyncio.to_thread(make_endpoint, config.transfer, site)
 
 
 def _rank_info(role: str, instance: str, rank: int, config: Config, address: Address, engine: Engine) -> RankInfo:

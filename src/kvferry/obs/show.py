@@ -49,7 +49,8 @@ def show_status(status: Mapping[str, Any]) -> RenderableType:
         who.add_row(*map(str, cells))
         pages.add_row(str(instance["id"]), *(str(instance["pages"].get(name, "-")) for name in PAGE_STATES))
     live = f"rooms live {status['rooms_live']}, requests live {status['requests_live']}"
-    return Group(who, pages, *map(Text, (*page_size_lines(status), *quarantine_lines(status), live)))
+    lines = (*page_size_lines(status), *quarantine_lines(status), *path_lines(status), live)
+    return Group(who, pages, *map(Text, lines))
 
 
 def page_size_lines(status: Mapping[str, Any]) -> list[str]:
@@ -60,6 +61,15 @@ def page_size_lines(status: Mapping[str, Any]) -> list[str]:
             sizes.setdefault(instance["page_size"], []).append(str(instance["id"]))
     parts = [f"{size} of {', '.join(names)}" for size, names in sorted(sizes.items())]
     return [f"tokens in a page: {'; '.join(parts)}"] if len(parts) > 1 else []
+
+
+def path_lines(status: Mapping[str, Any]) -> list[str]:
+    """By which backends KV arrives: pairs of a prefill process and a rank that it writes to."""
+    return [
+        f"{instance['id']}: KV arrives by {', '.join(f'{name} ({count})' for name, count in paths.items())}"
+        for instance in status["instances"]
+        if (paths := instance.get("data_paths"))
+    ]
 
 
 def quarantine_lines(status: Mapping[str, Any]) -> list[str]:

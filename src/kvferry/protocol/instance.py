@@ -129,9 +129,10 @@ class Accepted(Message, frozen=True):
 
 
 class Revoke(Message, frozen=True):
-    """Leader -> follower: destroy the agent by which that process writes here."""
+    """Leader -> follower: destroy the agent by which that process writes here. `ended`: the process has."""
 
     writer: int
+    ended: bool = False
 
 
 class RevokedAt(Message, frozen=True):

@@ -179,6 +179,7 @@ def _options(random: Random, seed: int) -> SimOptions:
         faults=FaultSettings(delay_ms=random.choice([0, 5, 60])),
         policy=random.choice([EARLY, PREFILL_COMPLETE]),
         proofs=random.choice([HOST, TCP]),
+        scatter_s=0.0 if seed % 3 else 0.8,  # longer than what a dead writer left behind takes to land
         digest_bytes_s=1e6,  # so slow that faults find rooms at their checks
         page_size=4,
         layers=2,

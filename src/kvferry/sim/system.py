@@ -58,8 +58,9 @@ def prefill_cost_s(plan: StepPlan) -> float:
 @dataclass(frozen=True)
 class SimOptions:
     """Sizes, clocks and faults of a simulated system. `keep`: it has pools that scale, as the controller runs them.
-    `restart_s`: until a rank that has ended with its instance is started again. `proofs`: those of the data plane, with
-    them how it behaves. `page_size`: of roles that name no other.
+    `restart_s`: until a rank that has ended with its instance is started again. `proofs`: those of the data plane, and
+    with them how it behaves; `scatter_s` above 0: as with staging (`FakeFabric`). `page_size`: of roles that name no
+    other.
     """
 
     seed: int = 1
@@ -79,6 +80,7 @@ class SimOptions:
     eos_token_ids: tuple[int, ...] = ()
     bandwidth_bytes_s: float = 1e9
     proofs: Proofs = HOST
+    scatter_s: float = 0.0
     checksum: bool = True
     digest_bytes_s: float = 1e9
     cost_s: Callable[[StepPlan], float] = prefill_cost_s
@@ -137,6 +139,7 @@ class SimSystem:
             now_s=clock.now_s,
             bandwidth_bytes_s=self.options.bandwidth_bytes_s,
             proofs=self.options.proofs,
+            scatter_s=self.options.scatter_s,
         )
         for role, instance in self._names():
             for name in rank_names(self.options, role, instance):

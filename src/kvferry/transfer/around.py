@@ -36,6 +36,9 @@ class AroundEndpoint:
     async def revoke(self, writer: int) -> Revoked | None:
         return await self.inner.revoke(writer)
 
+    def writer_exited(self, writer: int) -> None:
+        self.inner.writer_exited(writer)
+
     async def connect(self, descriptor: Descriptor) -> Peer:
         return await self.inner.connect(descriptor)
 

@@ -18,6 +18,7 @@ from kvferry.transfer.self_test import SelfTested, SpareRows
 from kvferry.transfer.several import BACKEND as AUTO
 from kvferry.transfer.several import Choice, Choose, Several
 from kvferry.transfer.shared import Area
+from kvferry.transfer.staging.endpoint import StagingEndpoint, sizes_for
 from kvferry.transfer.threaded import Options
 from kvferry.transfer.ucx import UcxEndpoint
 from kvferry.transfer.ucx_agent import BACKEND as UCX
@@ -45,6 +46,8 @@ class _Settings(Protocol):
     @property
     def max_agents(self) -> int: ...
     @property
+    def staging_mib(self) -> int: ...
+    @property
     def self_test_s(self) -> float: ...
     @property
     def faults(self) -> Faults: ...
@@ -53,8 +56,8 @@ class _Settings(Protocol):
 @dataclass(frozen=True)
 class Site:
     """The process that an endpoint is made for. Peers reach it at `host`, an address; `kernel` is the host of its
-    `Address`. `areas`: the memory of its regions that others may map, if it is of that kind; `device` the
-    number of the one that it computes on.
+    `Address`. `areas`: the memory of its regions that others may map, if it is of that kind; `device` the number of the
+    one that it computes on. `sleep` is for what is done after a time, and for injected faults.
     """
 
     host: str
@@ -65,6 +68,7 @@ class Site:
     on_notify: OnNotify
     loop: asyncio.AbstractEventLoop
     now_s: Callable[[], float]
+    sleep: Callable[[float], Awaitable[None]]
     device: int = 0
 
 
@@ -85,16 +89,46 @@ def _options(settings: _Settings, site: Site) -> Options:
 
 def _ucx(settings: _Settings, site: Site) -> Endpoint:
     devices = ucx_devices(settings.ib_device, site.device)
-    return UcxEndpoint(
-        devices=devices,
-        poll_busy_ms=settings.poll_busy_ms,
-        poll_idle_ms=settings.poll_idle_ms,
-        **_options(settings, site),
-    )
+
+    def within(site: Site) -> Endpoint:
+        return UcxEndpoint(
+            devices=devices,
+            poll_busy_ms=settings.poll_busy_ms,
+            poll_idle_ms=settings.poll_idle_ms,
+            **_options(settings, site),
+        )
+
+    return _staging(settings, site, within)
 
 
 def _ucxx(settings: _Settings, site: Site) -> Endpoint:
-    return UcxxEndpoint(**_options(settings, site))
+    return _staging(settings, site, lambda site: UcxxEndpoint(**_options(settings, site)))
+
+
+def _staging(settings: _Settings, site: Site, within: Callable[[Site], Endpoint]) -> Endpoint:
+    """Around a backend for which each slice of a token is a descriptor: not `local`, which copies them as they are."""
+    sizes = sizes_for(settings.staging_mib << 20)
+
+    def open_inner(regions: tuple[Region, ...], on_notify: OnNotify) -> Endpoint:
+        return within(replace(site, regions=regions, on_notify=on_notify))
+
+    if sizes.size_bytes:
+        _log.info(
+            "kvferry-%016x: %d MiB to stage slices, when another layout comes: %d pieces of %d KiB to gather, %d rings "
+            "of %d KiB to lend",
+            site.incarnation, settings.staging_mib, sizes.slots, sizes.piece_bytes >> 10, sizes.rings,
+            sizes.ring_bytes >> 10,
+        )  # fmt: skip
+    return StagingEndpoint(
+        open_inner,
+        regions=site.regions,
+        incarnation=site.incarnation,
+        on_notify=site.on_notify,
+        loop=site.loop,
+        now_s=site.now_s,
+        sleep=site.sleep,
+        sizes=sizes,
+    )
 
 
 def _local(settings: _Settings, site: Site) -> Endpoint:
@@ -150,8 +184,8 @@ Make = Callable[[_Settings, Site], Endpoint]
 BACKENDS: dict[str, Make] = {AUTO: _auto, LOCAL: _local, UCX: _ucx, UCXX: _ucxx}
 
 
-def make_endpoint(settings: _Settings, site: Site, *, sleep: Callable[[float], Awaitable[None]]) -> Endpoint:
-    """The endpoint that `settings` ask for; `sleep` drives injected faults only.
+def make_endpoint(settings: _Settings, site: Site) -> Endpoint:
+    """The endpoint that `settings` ask for.
 
     Blocks until the backend has started (up to 1 s), so call it in a thread if the loop is at work. Raises ConfigError
     for an unknown backend and TransferError when the backend can't start.
@@ -159,13 +193,13 @@ def make_endpoint(settings: _Settings, site: Site, *, sleep: Callable[[float], A
     make = BACKENDS.get(settings.backend)
     if make is None:
         raise ConfigError("transfer.backend", settings.backend, ", ".join(BACKENDS))
-    endpoint = make(settings, site) if settings.self_test_s <= 0 else _tested(make, settings, site, sleep)
-    return with_faults(endpoint, settings.faults, sleep=sleep, loop=site.loop)
+    endpoint = make(settings, site) if settings.self_test_s <= 0 else _tested(make, settings, site)
+    return with_faults(endpoint, settings.faults, sleep=site.sleep, loop=site.loop)
 
 
-def _tested(make: Make, settings: _Settings, site: Site, sleep: Callable[[float], Awaitable[None]]) -> Endpoint:
+def _tested(make: Make, settings: _Settings, site: Site) -> Endpoint:
     area = SpareRows()
-    tested = SelfTested(area, site.on_notify, sleep, settings.self_test_s, site.host)
+    tested = SelfTested(area, site.on_notify, site.sleep, settings.self_test_s, site.host)
     areas = [*site.areas, area.area] if site.areas else ()
     regions = (*site.regions, area.region)
     tested.inner = make(settings, replace(site, regions=regions, areas=areas, on_notify=tested.heard))

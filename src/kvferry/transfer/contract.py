@@ -100,8 +100,8 @@ class Region(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Proofs(msgspec.Struct, frozen=True):
-    """Which proofs of quiescence hold on a backend's transport (design §5). With staging, `exited` holds once `revoke`
-    of that writer has answered.
+    """Which proofs of quiescence hold on a backend's transport (design §5). `exited` holds once `revoke` of that writer
+    has answered, since what a dead writer announced may be put into its place until then (staging).
     """
 
     drained: bool
@@ -192,6 +192,8 @@ class Endpoint(Protocol):
     * `revoke(writer)` destroys the receiving agent of that process, if there is one. Writes through it end BROKEN at
       the writer. It answers with the proof, or None where there was no agent, or where a writer may reach memory
       without us (`Descriptor.proofs`).
+    * `writer_exited(writer)`: that process has ended, and `revoke` has answered since that was known. What was laid
+      aside, because it might still have been written to, is of use again.
     * `connect` is idempotent per descriptor. Raises TransferError when the backend or the peer refuses.
     * `write` takes spans, or the blocks of a plan (`kvferry.transfer.work`). It posts in batches of bounded bytes, in
       order; several writes to one peer end in order. Raises TransferError if a span lies outside a region of either
@@ -209,6 +211,7 @@ class Endpoint(Protocol):
     def regions(self) -> tuple[Region, ...]: ...
     async def accept(self, writer: int, host: str = "") -> Descriptor: ...
     async def revoke(self, writer: int) -> Revoked | None: ...
+    def writer_exited(self, writer: int) -> None: ...
     async def connect(self, descriptor: Descriptor) -> Peer: ...
     def write(self, peer: Peer, work: Work, on_end: Callable[[WriteResult], None]) -> WriteHandle: ...
     def notify(self, peer: Peer, payload: bytes) -> None: ...

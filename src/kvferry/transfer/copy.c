@@ -1,4 +1,5 @@
-/* Copies a list of spans in one call, without the GIL: the `local` backend's inner loop (copying.py calls it).
+/* Copies in one call and without the GIL (copying.py calls it): a list of spans, the `local` backend's inner loop; and
+   slices to and from one packed buffer, which staging does.
 
    Stores go past the caches where the processor lets us: what is moved is read next by another core, much later, and a
    store that goes through the cache first reads the line that it is about to overwrite, half as much traffic again. */
@@ -10,7 +11,7 @@
 #if defined(__x86_64__)
 #include <emmintrin.h>
 
-enum { LINE = 64, LEAST = 1024 };
+enum { LINE = 64, LEAST = 256 };
 
 static void copy_one(char *to, const char *from, size_t size)
 {
@@ -48,4 +49,39 @@ int64_t kvferry_copy(int64_t count, const uint64_t *to, const uint64_t *from, co
         copy_one((char *)(uintptr_t)to[done], (const char *)(uintptr_t)from[done], (size_t)size[done]);
     placed();
     return done;
+}
+
+/* Slices of areas (strided_copy.py says how they lie): of pair p, that of entry e is the width[p] bytes from address
+   start[p] + stride[p] * e on. The runs are of entries [at, at + count). */
+struct slices {
+    int64_t pairs, runs;
+    const uint64_t *start;
+    const int64_t *stride, *width, *at, *count;
+};
+
+/* To `packed`, pair by pair and run by run. It is read next, and soon: so through the caches. */
+void kvferry_gather(char *packed, const struct slices *s)
+{
+    for (int64_t p = 0; p < s->pairs; p++) {
+        const size_t width = (size_t)s->width[p];
+        for (int64_t r = 0; r < s->runs; r++) {
+            const char *from = (const char *)(uintptr_t)s->start[p] + s->stride[p] * s->at[r];
+            for (int64_t e = 0; e < s->count[r]; e++, packed += width, from += s->stride[p])
+                memcpy(packed, from, width);
+        }
+    }
+}
+
+/* From `packed`, to where the model will read it much later. */
+void kvferry_scatter(const char *packed, const struct slices *s)
+{
+    for (int64_t p = 0; p < s->pairs; p++) {
+        const size_t width = (size_t)s->width[p];
+        for (int64_t r = 0; r < s->runs; r++) {
+            char *to = (char *)(uintptr_t)s->start[p] + s->stride[p] * s->at[r];
+            for (int64_t e = 0; e < s->count[r]; e++, packed += width, to += s->stride[p])
+                copy_one(to, packed, width);
+        }
+    }
+    placed();
 }

@@ -1,5 +1,5 @@
 """Copies between addresses of this process, many at a time and without the GIL: by our own few lines of C (copy.c),
-or, where those were not built, by the kernel.
+or, where those were not built, by the kernel; slices then by whoever wants them copied.
 
 The C version stores past the caches and looks at its stop flag before each span. The kernel's copies about half as
 fast, and can be stopped between batches.
@@ -34,6 +34,50 @@ def copier() -> tuple[str, Copy]:
         except (OSError, AttributeError):  # built for another machine
             continue
     return "kernel", by_kernel
+
+
+class _Slices(ctypes.Structure):
+    """struct slices."""
+
+    _fields_ = (
+        ("pairs", ctypes.c_int64), ("runs", ctypes.c_int64), ("start", ctypes.c_void_p), ("stride", ctypes.c_void_p),
+        ("width", ctypes.c_void_p), ("at", ctypes.c_void_p), ("count", ctypes.c_void_p),
+    )  # fmt: skip
+
+
+class SliceCopier:
+    """Slices to and from a packed buffer at an address. `start`, uint64 [pairs], are addresses; the rest is int64:
+    `stride` and `width` [pairs], runs [at, at + count) of entries. `kvferry.kernels.strided_copy` says what they mean.
+    Nothing is checked.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._gather, self._scatter = library.kvferry_gather, library.kvferry_scatter
+        for call in (self._gather, self._scatter):
+            call.argtypes, call.restype = (ctypes.c_void_p, ctypes.POINTER(_Slices)), None
+
+    def gather(self, packed: int, start: NDArray[np.uint64], *columns: NDArray[np.int64]) -> None:
+        self._call(self._gather, packed, start, columns)
+
+    def scatter(self, packed: int, start: NDArray[np.uint64], *columns: NDArray[np.int64]) -> None:
+        self._call(self._scatter, packed, start, columns)
+
+    @staticmethod
+    def _call(call: Any, packed: int, start: NDArray[np.uint64], columns: tuple[NDArray[np.int64], ...]) -> None:
+        held = [np.ascontiguousarray(start, np.uint64), *(np.ascontiguousarray(c, np.int64) for c in columns)]
+        slices = _Slices(len(held[0]), len(held[3]), *(column.ctypes.data for column in held))
+        call(packed, ctypes.byref(slices))
+
+
+@cache
+def slice_copier() -> SliceCopier | None:
+    """None where it was not built."""
+    for found in sorted(Path(__file__).parent.glob("_copy*.so")):
+        try:
+            return SliceCopier(ctypes.CDLL(str(found)))
+        except (OSError, AttributeError):  # built for another machine, or before there were slices
+            continue
+    return None
 
 
 def _native(library: ctypes.CDLL) -> Copy:

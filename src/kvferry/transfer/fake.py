@@ -25,6 +25,8 @@ class FakeFabric:
 
     Where `revoked` is a proof, the target takes part, as over tcp: nothing lands while it stands still, and what a
     writer had under way when it died or disconnected lands `late_s` later, unless its receiving agent is gone by then.
+    With `scatter_s` above 0 that is so elsewhere, too, as with staging: a dead writer has announced what it had under
+    way. `revoke` ends it, and takes so long.
     """
 
     def __init__(
@@ -38,13 +40,14 @@ class FakeFabric:
         check_bytes: bool = True,
         proofs: Proofs = HOST,
         late_s: float = 0.5,
+        scatter_s: float = 0.0,
     ) -> None:
         self.loop, self.sleep, self.now_s = loop, sleep, now_s
         self.bandwidth_bytes_s = bandwidth_bytes_s
         self.batch_bytes = batch_bytes
         self.check_bytes = check_bytes
         self.proofs = proofs
-        self.late_s = late_s
+        self.late_s, self.scatter_s = late_s, scatter_s
         self._endpoints: dict[int, FakeEndpoint] = {}
         self._agents: dict[str, FakeAgent] = {}
 

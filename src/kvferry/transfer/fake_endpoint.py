@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from kvferry.transfer.contract import (
     Descriptor,
     OnNotify,
@@ -77,6 +79,7 @@ class FakeEndpoint:
         self._name = f"fake-{incarnation:016x}"
         self._generation = -1
         self._writers: dict[int, FakeAgent] = {}
+        self._revoking: set[FakeAgent] = set()
         self._peers: dict[str, FakePeer] = {}
         self._closed = False
 
@@ -110,15 +113,23 @@ class FakeEndpoint:
         agent = self._writers.pop(writer, None)
         if agent is None:
             return None
+        if self.fabric.scatter_s:
+            self._revoking.add(agent)
+            await self._sleep(self.fabric.scatter_s)
+            self._revoking.discard(agent)
         self.fabric.remove(agent)
         return Revoked(writer, agent.descriptor.generation) if self.fabric.proofs.revoked else None
+
+    def writer_exited(self, writer: int) -> None:
+        """Nothing was laid aside."""
 
     async def connect(self, descriptor: Descriptor) -> Peer:
         self._check_open()
         if descriptor.backend != BACKEND:
             raise TransferError(f"{descriptor.agent}: backend is {descriptor.backend!r} there, {BACKEND!r} here")
         target = self.fabric.find(descriptor.agent)
-        if target is None or target.descriptor != descriptor:
+        # What whoever stands around it has added for people to read is nothing to go by.
+        if target is None or target.descriptor != replace(descriptor, why="", at=""):
             raise TransferError(f"{descriptor.agent}: no such agent, or its descriptor is another")
         if descriptor.incarnation == self._incarnation:
             raise TransferError(f"{descriptor.agent}: can't connect to itself")
@@ -233,7 +244,7 @@ class FakeEndpoint:
 
     def _leave_behind(self, peer: FakePeer) -> None:
         """What has been posted is beyond our reach where the target takes part: it may land without us."""
-        if peer.batch is not None and self.fabric.proofs.revoked:
+        if peer.batch is not None and (self.fabric.proofs.revoked or self.fabric.scatter_s):
             self.fabric.land_later(peer.batch, self._regions, peer.descriptor.agent)
             peer.batch = None
 
@@ -257,7 +268,7 @@ class FakeEndpoint:
         return f"{self._name}-{self._generation}"
 
     def _end_agents(self) -> None:
-        for agent in self._writers.values():
+        for agent in (*self._writers.values(), *self._revoking):
             self.fabric.remove(agent)
         self._writers.clear()
         self.fabric.forget(self._incarnation)

@@ -113,6 +113,9 @@ class LocalEndpoint:
             self._door.turn_out(known.agent)
         return None
 
+    def writer_exited(self, writer: int) -> None:
+        """Nothing was laid aside."""
+
     def _admit(self, hello: Hello) -> str:
         known = self._accepted.get(hello.writer)
         if known is None or known.agent != hello.agent:

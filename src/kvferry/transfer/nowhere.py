@@ -32,6 +32,9 @@ class Nowhere:
     async def revoke(self, writer: int) -> Revoked | None:
         """There is nothing to revoke, and nothing is proved."""
 
+    def writer_exited(self, writer: int) -> None:
+        """Nothing was laid aside."""
+
     async def connect(self, descriptor: Descriptor) -> Peer:
         raise TransferError(f"agent {descriptor.agent}: this instance has no data plane")
 

@@ -76,14 +76,20 @@ class Several:
             choice = self._chosen[writer] = self._choose(host)
             _log.info("%s: process %016x writes here by %s: %s", self._name, writer, choice.backend, choice.why)
         descriptor = await self._endpoints[choice.backend].accept(writer, host)
-        return msgspec.structs.replace(descriptor, why=choice.why)
+        why = f"{choice.why}; {descriptor.why}" if descriptor.why else choice.why
+        return msgspec.structs.replace(descriptor, why=why)
 
     async def revoke(self, writer: int) -> Revoked | None:
         choice = self._chosen.pop(writer, None)
         return None if choice is None else await self._endpoints[choice.backend].revoke(writer)
 
+    def writer_exited(self, writer: int) -> None:
+        """By which it came is forgotten with its agent."""
+        for endpoint in self._endpoints.values():
+            endpoint.writer_exited(writer)
+
     async def connect(self, descriptor: Descriptor) -> Peer:
-        endpoint = self._endpoints.get(descriptor.backend)
+        endpoint = self._named(descriptor.backend)
         if endpoint is None:
             ours = " and ".join(map(repr, self._endpoints))
             raise TransferError(f"{descriptor.agent}: backend is {descriptor.backend!r} there; here there are {ours}")
@@ -114,7 +120,11 @@ class Several:
             await endpoint.close()
 
     def _of(self, peer: Peer) -> Endpoint:
-        endpoint = self._endpoints.get(peer.descriptor.backend)
+        endpoint = self._named(peer.descriptor.backend)
         if endpoint is None:
             raise TransferError(f"{self._name}: {peer!r} is not a peer of this endpoint")
         return endpoint
+
+    def _named(self, backend: str) -> Endpoint | None:
+        """What stands behind a + says how, not by which of them."""
+        return self._endpoints.get(backend.partition("+")[0])

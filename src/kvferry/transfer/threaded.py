@@ -118,6 +118,9 @@ class ThreadedEndpoint(Generic[P, W]):
         self._command(partial(self._driver.revoke, writer, partial(_settle, revoked)))
         return await revoked
 
+    def writer_exited(self, writer: int) -> None:
+        """Nothing was laid aside."""
+
     async def connect(self, descriptor: Descriptor) -> Peer:
         self._check_open()
         check_descriptor(descriptor, self._backend, self._incarnation)

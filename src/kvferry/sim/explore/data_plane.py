@@ -84,6 +84,9 @@ class NotingEndpoint:
         generation = self.agents.pop(writer, None)
         return None if generation is None else Revoked(writer, generation)
 
+    def writer_exited(self, writer: int) -> None:
+        """Nothing was laid aside."""
+
     async def connect(self, descriptor: Descriptor) -> Peer:
         return NotedPeer(descriptor)
 

@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvferry.kernels.strided_copy import Slices, gather_slices, scatter_slices
-from kvferry.transfer.blocks import Side
+from kvferry.transfer.blocks import Ints, Side
 from kvferry.transfer.contract import Region, RegionKind
+from kvferry.transfer.copying import SliceCopier, slice_copier
 from kvferry.transfer.huge_pages import private
 
 _HUGE = 2 << 20
@@ -52,13 +54,34 @@ class Memory:
         return Slices(areas, side.start.tolist(), side.stride.tolist(), side.width.tolist(), side.at, side.count)
 
 
+class HostMemory(Memory):
+    """Of this process: copied by our own lines of C."""
+
+    def __init__(self, copier: SliceCopier, regions: Sequence[Region], staging: torch.Tensor) -> None:
+        super().__init__(regions, staging, host_area, gather_slices, scatter_slices)
+        self._copier = copier
+        self._bases = np.array([region.base for region in regions], np.uint64)
+
+    def gather(self, side: Side, offset: int, size_bytes: int) -> None:
+        self._copier.gather(self.staging.data_ptr() + offset, *self._columns(side))
+
+    def scatter(self, offset: int, size_bytes: int, side: Side) -> None:
+        self._copier.scatter(self.staging.data_ptr() + offset, *self._columns(side))
+
+    def _columns(self, side: Side) -> tuple[NDArray[np.uint64], Ints, Ints, Ints, Ints]:
+        start = self._bases[side.region] + side.start.astype(np.uint64)
+        return start, side.stride, side.width, side.at, side.count
+
+
 def host_memory(regions: Sequence[Region], staging_bytes: int) -> Memory:
-    """For regions in this process's memory, which must stay mapped."""
+    """For regions in this process's memory, which must stay mapped. Staging memory takes none until it is used."""
     staging = torch.empty(0, dtype=torch.uint8)
     if staging_bytes:
         area = private(-(-staging_bytes // _HUGE) * _HUGE)
         staging = torch.frombuffer(area, dtype=torch.uint8)[:staging_bytes]
-        staging.fill_(0)  # now, so that no copy waits for the kernel to find its pages
+    copier = slice_copier()
+    if copier is not None:
+        return HostMemory(copier, regions, staging)
     return Memory(regions, staging, host_area, gather_slices, scatter_slices)
 
 

@@ -9,8 +9,9 @@ scattered them. Its proofs are those that the endpoint within states for the wri
 * exited: pieces that a dead writer has announced may still be scattered, so its end counts from the answer of `revoke`
   on, whatever that answer is.
 
-Both ends must be staging endpoints, which their descriptors show. A target answers a writer over a connection of its
-own, made when the writer first stages something: one more agent at each end.
+Both ends must be staging endpoints, which their descriptors show; where either has no staging memory, slices go
+straight, and the descriptor of the peer says so. A target lends a writer a ring, and answers it over a connection of
+its own, from when the writer first stages something on: one more agent at each end.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from kvferry.transfer.blocks import spans_of
 from kvferry.transfer.contract import (
@@ -37,19 +40,39 @@ from kvferry.transfer.cost import Costs, estimate
 from kvferry.transfer.staging.copies import Memory, host_memory
 from kvferry.transfer.staging.pieces import ALIGN, check_fits, cut
 from kvferry.transfer.staging.sender import Sender
-from kvferry.transfer.staging.source import StagedPeer, StagedWrite
-from kvferry.transfer.staging.target import SCRATCH_BYTES, Rings
-from kvferry.transfer.staging.wire import OURS, USER, Hello, Ready, Scatter, Scattered, decode, unwrap, wrap
+from kvferry.transfer.staging.source import StagedPeer
+from kvferry.transfer.staging.target import Rings
+from kvferry.transfer.staging.wire import (
+    OURS,
+    SCRATCH_BYTES,
+    USER,
+    Hello,
+    Lent,
+    Ready,
+    Scatter,
+    Scattered,
+    decode,
+    unwrap,
+    wrap,
+)
 from kvferry.transfer.staging.worker import Worker
+from kvferry.transfer.staging.write import StagedWrite
 from kvferry.transfer.work import Blocks, Work, check_work, spans_in
 
 _log = logging.getLogger(__name__)
 _DEFAULT_COSTS = Costs()
 
+#: Behind the name of the backend within.
+STAGING = "+staging"
+
+
+def _also(why: str, more: str) -> str:
+    return f"{why}; {more}" if why else more
+
 
 @dataclass(frozen=True)
 class StagingSizes:
-    """`slots` of `piece_bytes` to gather into, `rings` of `ring_bytes` to lend, one to each writer."""
+    """`slots` of `piece_bytes` to gather into, `rings` of `ring_bytes` to lend, one to each writer that stages."""
 
     piece_bytes: int = 4 << 20
     slots: int = 3
@@ -58,11 +81,11 @@ class StagingSizes:
 
     @property
     def sender_bytes(self) -> int:
-        return self.slots * self.piece_bytes + SCRATCH_BYTES
+        return self.slots * self.piece_bytes + SCRATCH_BYTES if self.slots else 0
 
     @property
     def size_bytes(self) -> int:
-        return self.sender_bytes + self.rings * (self.ring_bytes + SCRATCH_BYTES)
+        return self.sender_bytes + (SCRATCH_BYTES + self.rings * self.ring_bytes if self.rings else 0)
 
     def check(self) -> None:
         """Raises TransferError for sizes that don't go together."""
@@ -74,9 +97,22 @@ class StagingSizes:
             raise TransferError(f"staging: slots is {self.slots} and rings {self.rings}; the least is 0")
 
 
+NO_STAGING = StagingSizes(slots=0, rings=0)
+
+
+def sizes_for(size_bytes: int) -> StagingSizes:
+    """Of so much memory in all; none for less than 32 pieces of the least size."""
+    piece = min(size_bytes // 32, 4 << 20) // ALIGN * ALIGN
+    if not piece:
+        return NO_STAGING
+    slots, ring = 3, 4 * piece
+    return StagingSizes(piece, slots, ring, (size_bytes - slots * piece - 2 * SCRATCH_BYTES) // ring)
+
+
 class StagingEndpoint:
     """`open_inner` makes the endpoint within, for these regions (staging memory is the last) and with this `OnNotify`;
-    `sleep` times the look after peers. `counts` says what it has done.
+    `sleep` times the look after peers. `counts` says what it has done. Of `NO_STAGING` it understands peers that stage,
+    and writes to them as the endpoint within does.
     """
 
     def __init__(
@@ -97,7 +133,9 @@ class StagingEndpoint:
         self.counts: Counter[str] = Counter()
         self._regions, self._on_notify, self._costs = regions, on_notify, costs
         memory = memory_of(regions, sizes.size_bytes)
-        self._inner = open_inner((*regions, memory.region), self._notified)
+        inner_regions = (*regions, memory.region) if sizes.size_bytes else regions
+        self._inner = open_inner(inner_regions, self._notified)
+        self._stages = sizes.size_bytes > 0
         name = f"kvferry-{incarnation:016x}"
         self._gatherer, self._scatterer = Worker(f"{name}-gather", loop), Worker(f"{name}-scatter", loop)
         self._sender = Sender(
@@ -119,6 +157,10 @@ class StagingEndpoint:
         return self._inner.backend
 
     @property
+    def inner(self) -> Endpoint:
+        return self._inner
+
+    @property
     def regions(self) -> tuple[Region, ...]:
         return self._regions
 
@@ -134,10 +176,12 @@ class StagingEndpoint:
         turn = self._turns[writer]
         self._accepted.add(writer)
         inner = await self._inner.accept(writer, host)
-        place = size_bytes = 0
+        if not self._stages:
+            return replace(inner, why=_also(inner.why, "slices go one by one: transfer.staging_mib is 0 there"))
         if turn == self._turns[writer]:  # else this agent is about to be destroyed
-            place, size_bytes = self._rings.lend(writer, inner)
-        return wrap(inner, self._kind, len(self._regions), place, size_bytes)
+            self._rings.expect(writer, inner)
+        inner = replace(inner, why=_also(inner.why, "small slices are staged"))
+        return wrap(inner, self._kind, len(self._regions), self._rings.scratch, self._rings.promised_bytes)
 
     async def revoke(self, writer: int) -> Revoked | None:
         self._check_open()
@@ -148,23 +192,40 @@ class StagingEndpoint:
         return await self._rings.end(writer, self._inner.revoke(writer))
 
     def writer_exited(self, writer: int) -> None:
-        """That process has ended and `revoke` has answered: its ring, if it was laid aside, can be lent again."""
+        """Its ring, if it was laid aside, can be lent again."""
         self._rings.writer_exited(writer)
+        self._inner.writer_exited(writer)
 
     # --- whom we write to ---
 
     async def connect(self, descriptor: Descriptor) -> Peer:
         self._check_open()
-        if descriptor.backend != self._kind:
-            raise TransferError(f"{descriptor.agent}: backend is {descriptor.backend!r} there, {self._kind!r} here")
-        inner, lent = unwrap(descriptor, self._inner.backend)
+        inner, lent = self._unwrapped(descriptor)
         to = await self._inner.connect(inner)
         known = self._peers.get(descriptor.agent)
         if known is None or known.broken or known.inner is not to:
-            known = self._peers[descriptor.agent] = self._sender.peer(to, descriptor, lent)
-        elif known.descriptor != descriptor:
+            shown = descriptor if self._slots and lent.size_bytes else self._unstaged(descriptor)
+            known = self._peers[descriptor.agent] = self._sender.peer(to, descriptor, shown, lent)
+        elif known.given != descriptor:
             raise TransferError(f"{descriptor.agent}: connected already, with another ring")
         return known
+
+    def _unwrapped(self, descriptor: Descriptor) -> tuple[Descriptor, Lent]:
+        """Raises TransferError."""
+        plain = self._inner.backend
+        if descriptor.backend == plain:
+            return descriptor, Lent(b"", (), 0, 0)
+        if descriptor.backend != f"{plain}{STAGING}":
+            raise TransferError(f"{descriptor.agent}: backend is {descriptor.backend!r} there, {self._kind!r} here")
+        return unwrap(descriptor, plain)
+
+    def _unstaged(self, descriptor: Descriptor) -> Descriptor:
+        """How a pair is shown of which one end does not stage."""
+        if descriptor.backend == self._inner.backend:
+            return descriptor
+        _log.info("%s: slices go one by one: transfer.staging_mib is 0 here", descriptor.agent)
+        why = "slices go one by one: transfer.staging_mib is 0 at the writer"
+        return replace(descriptor, backend=self._inner.backend, why=why)
 
     def write(self, peer: Peer, work: Work, on_end: Callable[[WriteResult], None]) -> WriteHandle:
         self._check_open()
@@ -256,13 +317,13 @@ class StagingEndpoint:
                 if peer is None:
                     self.counts["late or stray notifications of staging"] += 1
                 elif isinstance(message, Ready):
-                    peer.ready()
+                    peer.ready(message)
                 else:
                     peer.scattered(message)
 
     @property
     def _kind(self) -> str:
-        return f"{self._inner.backend}+staging"
+        return f"{self._inner.backend}{STAGING}" if self._stages else self._inner.backend
 
     def _known(self, peer: Peer) -> StagedPeer:
         if not isinstance(peer, StagedPeer):

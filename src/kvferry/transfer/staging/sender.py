@@ -11,9 +11,10 @@ from collections.abc import Awaitable, Callable
 from kvferry.transfer.contract import Descriptor, Endpoint, Peer, TransferError, encode_descriptor
 from kvferry.transfer.staging.copies import Memory
 from kvferry.transfer.staging.pieces import Piece
-from kvferry.transfer.staging.source import StagedPeer, StagedWrite
+from kvferry.transfer.staging.source import StagedPeer
 from kvferry.transfer.staging.wire import Hello, Lent, encode
 from kvferry.transfer.staging.worker import OnDone, Worker
+from kvferry.transfer.staging.write import StagedWrite
 
 #: How often the path of a peer is tried while nothing but its word is awaited.
 TRY_S = 0.1
@@ -51,12 +52,12 @@ class Sender:
 
     # --- peers ---
 
-    def peer(self, inner: Peer, descriptor: Descriptor, lent: Lent) -> StagedPeer:
+    def peer(self, inner: Peer, given: Descriptor, descriptor: Descriptor, lent: Lent) -> StagedPeer:
         """A new connection. One whose ring may still be written into by an earlier one stages nothing."""
         self._sessions += 1
         if (descriptor.incarnation, descriptor.generation) in self._spoilt:
             lent = Lent(lent.metadata, lent.extra, 0, 0)
-        peer = StagedPeer(self, inner, descriptor, lent, self._sessions)
+        peer = StagedPeer(self, inner, given, descriptor, lent, self._sessions)
         self._peers[(descriptor.incarnation, descriptor.generation, self._sessions)] = peer
         return peer
 

@@ -1,8 +1,9 @@
 """The writer's side of staging, for one peer: its writes in order, and their pieces on the way.
 
-A piece takes room in the ring that the peer has lent us, then a slot of our own staging memory; it is gathered there,
-written into the ring as one span, and announced. When the peer has scattered it, its room is free again. Several pieces
-are on the way at a time, in order; one that finds no room waits at the head of the queue, and is counted once.
+The first piece asks the peer for a ring; where none is free, all goes straight. A piece takes room in the ring, then a
+slot of our own staging memory; it is gathered there, written into the ring as one span, and announced. When the peer
+has scattered it, its room is free again. Several pieces are on the way at a time, in order; one that finds no room
+waits at the head of the queue, and is counted once.
 
 A write has ended when everything that was announced has been scattered, and nothing else was. After a cancel no piece
 is begun, and one that has not been announced never is.
@@ -17,20 +18,22 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
+from kvferry.transfer.blocks import spans_of
 from kvferry.transfer.contract import (
     Descriptor,
     Peer,
     Spans,
     TransferError,
-    WriteHandle,
     WriteOutcome,
     WriteResult,
 )
 from kvferry.transfer.spans import make_spans
 from kvferry.transfer.staging.pieces import Piece
 from kvferry.transfer.staging.ring import Ring, Room
-from kvferry.transfer.staging.wire import Lent, Scattered, encode, scatter
-from kvferry.transfer.write import Write
+from kvferry.transfer.staging.wire import Lent, Ready, Scattered, encode, scatter
+from kvferry.transfer.staging.write import StagedWrite
 
 if TYPE_CHECKING:
     from kvferry.transfer.staging.sender import Sender
@@ -38,66 +41,19 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class StagedWrite(Write):
-    """`spans` are what goes straight. `open` counts what has been begun and has not ended: pieces, and the write of
-    those spans. It is posted from the start of its first gathering on, and flushed when its last piece has been
-    scattered.
-    """
+class StagedPeer:
+    """`given` is the descriptor that was given to `connect`. `broken` says why, once it is, and that is for good."""
 
     def __init__(
-        self,
-        peer: StagedPeer,
-        spans: Spans,
-        pieces: Iterator[Piece],
-        on_end: Callable[[WriteResult], None],
-        called_s: float,
+        self, sender: Sender, inner: Peer, given: Descriptor, descriptor: Descriptor, lent: Lent, session: int
     ) -> None:
-        super().__init__(spans, on_end, called_s)
-        self.peer, self.pieces = peer, pieces
-        self.next = next(pieces, None)
-        self.waits = False  # the next piece has found no room, and has been counted
-        self.straight: WriteHandle | None = None
-        self.open = 0
-        self.last_flush_s: float | None = None
-        self.cut_short = False  # something of it was not written
-        self.broken = ""
-        self.ended = False
-
-    def take(self) -> Piece:
-        piece, self.next = self.next, next(self.pieces, None)
-        assert piece is not None
-        self.waits = False
-        return piece
-
-    def drop(self) -> None:
-        """No further piece is begun."""
-        self.cut_short |= self.next is not None
-        self.next, self.pieces = None, iter(())
-
-    def measure(self, part: WriteResult, now_s: float) -> None:
-        """A write of the endpoint within, which is a part of this one, has ended."""
-        self.descriptors += part.descriptors or 0
-        if part.wire_s is not None:
-            first_s = max(self.called_s, now_s - part.wire_s)
-            self.first_post_s = first_s if self.first_post_s is None else min(self.first_post_s, first_s)
-            self.last_flush_s = now_s
-
-    @property
-    def complete(self) -> bool:
-        return self.next is None and not self.open
-
-
-class StagedPeer:
-    """`descriptor` is the one given to `connect`. `broken` says why, once it is, and that is for good."""
-
-    def __init__(self, sender: Sender, inner: Peer, descriptor: Descriptor, lent: Lent, session: int) -> None:
-        self.inner, self.session, self.lent = inner, session, lent
+        self.inner, self.session, self.lent, self.given = inner, session, lent, given
         self.broken = ""
         self.gathering = 0
         self.gathered = asyncio.Event()  # nothing is being gathered
         self.gathered.set()
         self._sender, self._descriptor = sender, descriptor
-        self._ring = Ring(lent.size_bytes)
+        self._ring, self.place = Ring(lent.size_bytes), 0  # in the peer's staging memory
         self._ring_region = len(descriptor.regions)  # staging memory is the one behind the user's
         self._writes: deque[StagedWrite] = deque()
         self._announced: dict[int, tuple[StagedWrite, Piece, Room]] = {}
@@ -133,8 +89,7 @@ class StagedPeer:
         if self.broken:
             self._break(write, self.broken)
         elif len(straight) or write.next is None:
-            write.open = 1
-            write.straight = self._sender.inner.write(self.inner, straight, partial(self._straight_ended, write))
+            self._go_straight(write, straight)
         self._writes.append(write)
         if not self._opening and write.next is not None:
             self._opening = True
@@ -143,11 +98,15 @@ class StagedPeer:
         self.pump()
         return write
 
+    def _go_straight(self, write: StagedWrite, spans: Spans) -> None:
+        write.straight.append(self._sender.inner.write(self.inner, spans, partial(self._straight_ended, write)))
+        write.open += 1
+
     def cancel(self, write: StagedWrite) -> None:
         write.cancelled = True
         write.drop()
-        if write.straight is not None:
-            self._sender.inner.cancel(write.straight)
+        for straight in write.straight:
+            self._sender.inner.cancel(straight)
         self._settle(write)
 
     def _straight_ended(self, write: StagedWrite, result: WriteResult) -> None:
@@ -179,9 +138,25 @@ class StagedPeer:
 
     # --- pieces ---
 
-    def ready(self) -> None:
-        self._ready = True
+    def ready(self, message: Ready) -> None:
+        """The peer can answer. Its ring is what was promised, or there is none."""
+        if self._ready or self.broken:
+            return
+        self._ready, self.place = True, message.offset
+        if not message.size_bytes:
+            self._do_without()
+        elif message.size_bytes != self.lent.size_bytes or message.offset + message.size_bytes > self.lent.held_bytes:
+            self.end(f"{self._descriptor.agent}: a ring of {message.size_bytes} bytes at {message.offset}")
         self.pump()
+
+    def _do_without(self) -> None:
+        """Nothing is staged to this peer: pieces go straight, as the spans that they are."""
+        self.lent = replace(self.lent, size_bytes=0)
+        for write in [write for write in self._writes if write.next is not None]:
+            try:
+                self._go_straight(write, spans_of(write.take_all()))
+            except TransferError as refused:
+                self.end(str(refused))
 
     def pump(self) -> None:
         """Begin pieces, as long as there is room for them."""
@@ -219,7 +194,7 @@ class StagedPeer:
             self._void(write, room, slot)
             return
         spans = make_spans(
-            self._sender.staging_region, self._ring_region, self._sender.place_of(slot), self.lent.offset + room.offset,
+            self._sender.staging_region, self._ring_region, self._sender.place_of(slot), self.place + room.offset,
             piece.size_bytes,
         )  # fmt: skip
         try:
@@ -279,9 +254,9 @@ class StagedPeer:
     # --- its end ---
 
     def try_path(self) -> None:
-        """Write a word beside the ring: a path that has ended says so."""
+        """Write a word beside the rings: a path that has ended says so."""
         sender, region = self._sender, self._sender.staging_region
-        spans = make_spans(region, self._ring_region, sender.scratch, self.lent.offset + self.lent.size_bytes, [8])
+        spans = make_spans(region, self._ring_region, sender.scratch, self.lent.scratch, [8])
         self._posted += 1
         try:
             sender.inner.write(self.inner, spans, self._tried)

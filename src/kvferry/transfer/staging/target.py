@@ -1,9 +1,10 @@
 """The target's side of staging: rings that are lent to writers, and the scattering of what lies in them.
 
-A ring is lent with a receiving agent. When that agent is revoked, nothing of the writer's is scattered any more: a
-notification of it that is still to come is dropped, and the copy that was under way is waited for. The ring goes to
-another writer only if nothing can land in it any more, as the endpoint within proves; else it is laid aside until
-`writer_exited`, because the next writer's bytes would not be safe there.
+A ring is lent when a writer says Hello, so that those who never stage take none, and for as long as it has its
+receiving agent. When that agent is revoked, nothing of the writer's is scattered any more: a notification of it that is
+still to come is dropped, and the copy that was under way is waited for. The ring goes to another writer only if nothing
+can land in it any more, as the endpoint within proves; else it is laid aside until `writer_exited`, because the next
+writer's bytes would not be safe there.
 """
 
 from __future__ import annotations
@@ -17,33 +18,33 @@ from dataclasses import dataclass, field
 from kvferry.transfer.blocks import Side
 from kvferry.transfer.contract import Descriptor, Endpoint, Peer, Region, Revoked, TransferError, decode_descriptor
 from kvferry.transfer.staging.copies import Memory
-from kvferry.transfer.staging.wire import Hello, Ready, Scatter, Scattered, encode, side_in
+from kvferry.transfer.staging.wire import SCRATCH_BYTES, Hello, Ready, Scatter, Scattered, encode, side_in
 from kvferry.transfer.staging.worker import Worker
 from kvferry.transfer.work import check_slices
 
 _log = logging.getLogger(__name__)
 
-#: After each ring: a place to write to for a writer that wants to know whether its path still stands.
-SCRATCH_BYTES = 64
-
 
 @dataclass(eq=False)
 class Lease:
-    """What a writer has here, for as long as it has this agent. `ring`: its number, or None."""
+    """What a writer has here, for as long as it has this agent. `ring`: its number, or None. `over`: it has ended, and
+    nothing of it is left.
+    """
 
     writer: int
     generation: int
-    ring: int | None
+    ring: int | None = None
     open: bool = True
     session: int = -1
     agent: str = ""  # the sending one of that session
     back: Peer | None = None  # our connection to the writer
     copying: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
+    over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Rings:
-    """`offset` is where the rings begin in staging memory; `regions` are the user's."""
+    """`offset` is where the rings begin in staging memory, behind SCRATCH_BYTES; `regions` are the user's."""
 
     def __init__(
         self,
@@ -61,10 +62,13 @@ class Rings:
         self._inner, self._incarnation = inner, incarnation
         self._memory, self._regions = memory, regions
         self._offset, self._ring_bytes, self._worker, self._loop = offset, ring_bytes, worker, loop
+        self._rings = rings
         self._counts = counts
         self._free = list(range(rings))[::-1]
         self._leases: dict[int, Lease] = {}  # by generation of the agent
+        self._ending: dict[int, list[Lease]] = {}  # by writer, revoked ones of which something may be left
         self._aside: dict[int, list[int]] = {}  # by writer, rings that it may still write into
+        self._exited: set[int] = set()  # writers of leases that are ending
         self._greeting: set[asyncio.Task[None]] = set()
 
     @property
@@ -75,43 +79,63 @@ class Rings:
     def aside(self) -> int:
         return sum(map(len, self._aside.values()))
 
-    def lend(self, writer: int, descriptor: Descriptor) -> tuple[int, int]:
-        """(offset in staging memory, bytes) of the ring that goes with this agent; 0 bytes when none is free."""
-        lease = self._leases.get(descriptor.generation)
-        if lease is None:
-            ring = self._free.pop() if self._free else None
-            lease = self._leases[descriptor.generation] = Lease(writer, descriptor.generation, ring)
+    @property
+    def promised_bytes(self) -> int:
+        """What a ring has that is lent here; 0 when there are none."""
+        return self._ring_bytes if self._rings else 0
+
+    @property
+    def scratch(self) -> int:
+        return self._offset
+
+    def expect(self, writer: int, descriptor: Descriptor) -> None:
+        """By this agent that writer may come and ask for a ring."""
+        if descriptor.generation not in self._leases:
+            lease = self._leases[descriptor.generation] = Lease(writer, descriptor.generation)
             lease.idle.set()
-            if ring is None:
-                self._counts["writers without a ring"] += 1
-                _log.info("writer %016x gets no ring: all are lent; its slices go straight", writer)
-        return (0, 0) if lease.ring is None else (self._place(lease.ring), self._ring_bytes)
 
     def _place(self, ring: int) -> int:
-        return self._offset + ring * (self._ring_bytes + SCRATCH_BYTES)
+        return self._offset + SCRATCH_BYTES + ring * self._ring_bytes
 
     async def end(self, writer: int, revoke: Awaitable[Revoked | None]) -> Revoked | None:
         """Stop all of a writer's scattering. `revoke` is that of the endpoint within: it begins at once, so that what
-        is asked of both is done in one order.
+        is asked of both is done in one order. What an earlier call has begun is over, too, when this one returns.
         """
-        ended = [lease for lease in self._leases.values() if lease.writer == writer]
+        ending = self._ending.setdefault(writer, [])
+        before, ended = list(ending), [lease for lease in self._leases.values() if lease.writer == writer]
+        ending += ended
         for lease in ended:
             lease.open = False
             del self._leases[lease.generation]
-        proof = await revoke
-        for lease in ended:
-            await lease.idle.wait()
-            if lease.back is not None:
-                await self._inner.disconnect(lease.back)
-            if lease.ring is not None and proof is not None:
-                self._free.append(lease.ring)
-            elif lease.ring is not None:
-                self._aside.setdefault(writer, []).append(lease.ring)
+        try:
+            proof = await revoke
+            for lease in ended:
+                await lease.idle.wait()
+                if lease.back is not None:
+                    await self._inner.disconnect(lease.back)
+                self._take_back(lease, proof is not None)
+        finally:
+            for lease in ended:
+                ending.remove(lease)
+                lease.over.set()
+            if not ending and self._ending.get(writer) is ending:
+                del self._ending[writer]
+                self._exited.discard(writer)
+        for lease in before:
+            await lease.over.wait()
         return proof
+
+    def _take_back(self, lease: Lease, proved: bool) -> None:
+        if lease.ring is not None and (proved or lease.writer in self._exited):
+            self._free.append(lease.ring)
+        elif lease.ring is not None:
+            self._aside.setdefault(lease.writer, []).append(lease.ring)
 
     def writer_exited(self, writer: int) -> None:
         """That process has ended, and its agent here has been revoked: its rings can be lent again."""
         self._free += self._aside.pop(writer, [])
+        if writer in self._ending:
+            self._exited.add(writer)
 
     def close(self) -> None:
         for lease in self._leases.values():
@@ -124,9 +148,14 @@ class Rings:
 
     def hello(self, agent: str, message: Hello) -> None:
         lease = self._leases.get(message.generation)
-        if lease is None or lease.ring is None or message.session <= lease.session:
+        if lease is None or message.session <= lease.session:
             self._counts["late or stray notifications of staging"] += 1
             return
+        if lease.ring is None and self._free:
+            lease.ring = self._free.pop()
+        elif lease.ring is None:
+            self._counts["writers without a ring"] += 1
+            _log.info("writer %016x gets no ring: all are lent; its slices go straight", lease.writer)
         lease.session, lease.agent = message.session, agent
         task = self._loop.create_task(self._greet(lease, message))
         self._greeting.add(task)
@@ -146,7 +175,8 @@ class Rings:
             lease.back = back
             if before is not None and before is not back:
                 await self._inner.disconnect(before)
-            self._inner.notify(back, encode(Ready(self._incarnation, lease.generation, message.session)))
+            place, size = (0, 0) if lease.ring is None else (self._place(lease.ring), self._ring_bytes)
+            self._inner.notify(back, encode(Ready(self._incarnation, lease.generation, message.session, place, size)))
         except TransferError as error:  # the writer waits, and posts nothing, until it is cancelled or disconnected
             _log.warning("writer %016x can't be answered, and stages nothing: %s", lease.writer, error)
 

@@ -1,8 +1,8 @@
 """What the two ends of staging say to each other, in notifications of the endpoint within. Pure.
 
-A notification of the user is passed on behind one byte, USER. Of the others: a writer says Hello and how it can be
-reached; the target connects to it and answers Ready. For each piece that lies in the ring the writer says Scatter, and
-the target answers Scattered when it has been.
+A notification of the user is passed on behind one byte, USER. Of the others: a writer that has something to stage says
+Hello and how it can be reached; the target connects to it and answers Ready, with a ring or without one. For each piece
+that lies in the ring the writer says Scatter, and the target answers Scattered when it has been.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from kvferry.transfer.contract import Descriptor, Region, TransferError
 from kvferry.transfer.staging.pieces import Piece
 
 USER, OURS = b"\x00", b"\x01"
+#: A place to write to for writers that want to know whether their path still stands.
+SCRATCH_BYTES = 64
 #: What a peer's word is held to.
 _MOST_PAIRS, _MOST_RUNS, _MOST_BYTES = 2**20, 2**24, 2**40
 
@@ -29,14 +31,18 @@ Numbers = tuple[int, int] | bytes
 
 class Lent(msgspec.Struct, frozen=True, array_like=True):
     """`Descriptor.metadata` of a staging endpoint. `metadata` is that of the endpoint within, which has `extra` regions
-    behind those of the descriptor; the writer's ring is `size_bytes` from `offset` on of the first of them, and after
-    it there are 64 bytes to try the path with. `size_bytes` 0: no ring was free.
+    behind those of the descriptor: the first of them is staging memory. `scratch` is where a word of it can be written
+    to try the path, and `size_bytes` how large a ring the writer will get, if one is free when it says Hello.
     """
 
     metadata: bytes
     extra: tuple[Region, ...]
-    offset: _Count
+    scratch: _Count
     size_bytes: _Count
+
+    @property
+    def held_bytes(self) -> int:
+        return self.extra[0].item_bytes * self.extra[0].items if self.extra else 0
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -50,9 +56,13 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """The writer's ring is `size_bytes` from `offset` on of staging memory. 0 bytes: none is free."""
+
     incarnation: int
     generation: _Count
     session: _Count
+    offset: _Count
+    size_bytes: _Count
 
 
 class Scatter(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -102,21 +112,22 @@ def decode(payload: bytes) -> Message:
         raise TransferError(f"not a message of staging: {error}") from None
 
 
-def wrap(inner: Descriptor, backend: str, regions: int, offset: int, size_bytes: int) -> Descriptor:
-    """The descriptor to hand out: of the first `regions` regions, and with a ring."""
-    lent = Lent(inner.metadata, inner.regions[regions:], offset, size_bytes)
+def wrap(inner: Descriptor, backend: str, regions: int, scratch: int, size_bytes: int) -> Descriptor:
+    """The descriptor to hand out: of the first `regions` regions, and with the promise of a ring."""
+    lent = Lent(inner.metadata, inner.regions[regions:], scratch, size_bytes)
     return replace(inner, backend=backend, metadata=_encoder.encode(lent), regions=inner.regions[:regions])
 
 
 def unwrap(outer: Descriptor, backend: str) -> tuple[Descriptor, Lent]:
-    """The descriptor for the endpoint within. Raises TransferError for a ring that does not lie in its region."""
+    """The descriptor for the endpoint within. Raises TransferError for rings that can't lie in their region."""
     try:
         lent = _lent.decode(outer.metadata)
     except (msgspec.DecodeError, RecursionError) as error:
         raise TransferError(f"{outer.agent}: metadata of staging does not decode: {error}") from None
-    held = lent.extra[0].item_bytes * lent.extra[0].items if lent.extra else 0
-    if lent.size_bytes and lent.offset + lent.size_bytes > held:
-        raise TransferError(f"{outer.agent}: a ring of {lent.size_bytes} bytes at {lent.offset} of {held}")
+    if lent.size_bytes and lent.scratch + SCRATCH_BYTES + lent.size_bytes > lent.held_bytes:
+        raise TransferError(
+            f"{outer.agent}: a ring of {lent.size_bytes} bytes behind byte {lent.scratch} of {lent.held_bytes}"
+        )
     regions = outer.regions + lent.extra
     return replace(outer, backend=backend, metadata=lent.metadata, regions=regions), lent
 
