@@ -284,8 +284,7 @@ def test_case_26_the_writer_is_replaced_and_its_ack_never_comes(client_of: Any, 
         async with SimSystem(SimOptions(faults=FaultSettings(delay_ms=300), proofs=TCP)) as system:
             client = await client_of(system)
             decode = system.decode()
-            decode.writers.shut_out = lambda writer: False  # type: ignore[method-assign]  # the test holds the fence
-            decode.writers.shut_out_of = lambda room, writer: False  # type: ignore[method-assign]
+            decode.writers._close = lambda pairs: False  # type: ignore[method-assign]  # the test holds the fence
             reading = asyncio.create_task(client.ask(PROMPT, max_tokens=5))
             await wait_until(lambda: any(room.sending.handles for room in system.prefill().rooms.values()))
             (room,) = decode.rooms.values()

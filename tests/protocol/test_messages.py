@@ -147,7 +147,7 @@ WIRE = {
     "AbortConfirmed": "room",
     "Accept": "writer turn host=",
     "Accepted": "writer turn agent error=",
-    "Revoke": "writer",
+    "Revoke": "writer ended=",
     "RevokedAt": "writer generation",
     "Expect": "change",
     "Arrived": "room source incarnation placed= last=",

@@ -18,7 +18,6 @@ from kvferry.transfer.self_test import SelfTested, SpareRows
 from kvferry.transfer.several import BACKEND as AUTO
 from kvferry.transfer.several import Choice, Choose, Several
 from kvferry.transfer.shared import Area
-from kvferry.transfer.staging.endpoint import StagingEndpoint, sizes_for
 from kvferry.transfer.threaded import Options
 from kvferry.transfer.ucx import UcxEndpoint
 from kvferry.transfer.ucx_agent import BACKEND as UCX
@@ -107,6 +106,8 @@ def _ucxx(settings: _Settings, site: Site) -> Endpoint:
 
 def _staging(settings: _Settings, site: Site, within: Callable[[Site], Endpoint]) -> Endpoint:
     """Around a backend for which each slice of a token is a descriptor: not `local`, which copies them as they are."""
+    from kvferry.transfer.staging.endpoint import StagingEndpoint, sizes_for  # with torch, which few roles need
+
     sizes = sizes_for(settings.staging_mib << 20)
 
     def open_inner(regions: tuple[Region, ...], on_notify: OnNotify) -> Endpoint:
