@@ -30,7 +30,7 @@ GIVE_UP_S = 30.0
 @dataclass(frozen=True)
 class Cancel:
     """One; `took_s` from the client's leaving until the status was at baseline, or told why pages are quarantined.
-    `waited_for`: what was still there when that was last not so.
+    `waited_for`: what was still there when that was last not so, and whose forward ended with it.
     """
 
     phase: str
@@ -117,19 +117,22 @@ async def _cancel(http: httpx.AsyncClient, body: dict[str, Any], moment: Moment)
 
 async def _explained(http: httpx.AsyncClient, left_s: float) -> tuple[dict[str, Any], Account, float, str]:
     """Look until everything is accounted for and stays so for `STAYS_S`: a request that the server has only just read
-    has no room yet. With it, the time at which it began to be so, and what was there before.
+    has no room yet. With it, the time at which it began to be so, and what was there before. A forward that runs can't
+    be cancelled, and its pages are not free before it has ended; so where one ends with the wait, it was the reason.
     """
     since_s: float | None = None
-    left = ""
+    left, steps = "", dict[str, int]()
     while True:
         status = await _status(http)
         found, now_s = account(status), time.monotonic()
         if not found.explained:
-            since_s, left = None, _left(status)
+            since_s, left, steps = None, _left(status), _steps(status)
             if now_s - left_s > GIVE_UP_S:
                 raise TimeoutError(f"not at baseline {GIVE_UP_S} s after a cancel: {found}; {status}")
         elif since_s is None:
             since_s = now_s
+            if ended := [name for name, step in _steps(status).items() if step > steps.get(name, step)]:
+                left += f"; a forward ended: {', '.join(ended)}"
         elif now_s - since_s >= STAYS_S:
             return status, found, since_s, left
         await asyncio.sleep(LOOK_S)
@@ -142,6 +145,11 @@ def _left(status: dict[str, Any]) -> str:
     ]
     found = {"requests": status["requests_live"], "rooms of routers": status["rooms_live"]}
     return ", ".join([f"{name} {number}" for name, number in found.items() if number] + held)
+
+
+def _steps(status: dict[str, Any]) -> dict[str, int]:
+    """How many forwards each instance has made."""
+    return {row["id"]: row["step"] for row in status["instances"] if "step" in row}
 
 
 async def _baseline(http: httpx.AsyncClient) -> None:
