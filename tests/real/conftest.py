@@ -60,7 +60,7 @@ class Server(Served):
     def wait_baseline(self, limit_s: float = 30.0) -> None:
         self.wait(lambda: account(self.status()).baseline, limit_s, "baseline")
 
-    def end_leaves_nothing(self, number: int, chosen: str) -> None:
+    def end_leaves_nothing(self, number: int, chosen: str, group: bool = True) -> None:
         """Stop it; then no process, port or folder of it is left. `chosen`: the ingress that it must have had."""
         assert self.status()["ingress"] == chosen and len(self.folders) == (chosen == "haproxy")
         pids = descendants(self.process.pid)
@@ -69,7 +69,7 @@ class Server(Served):
         assert len(pids) > 5 and f"127.0.0.1:{self.port}" in ports
         everywhere = {address.rpartition(":")[2] for address in ports if not address.startswith(LOOPBACK)}
         assert not everywhere & {str(self.port), "9101", "8404"}, "HAProxy's own listeners, or ours, on all addresses"
-        assert self.stop(number) == 0
+        assert self.stop(number, group) == 0
         deadline_s = time.monotonic() + 20
         while (left := {pid for pid in pids if Path(f"/proc/{pid}").exists()}) and time.monotonic() < deadline_s:
             time.sleep(0.2)
@@ -103,10 +103,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    """Ended by what `kill`, systemd and containers send; Ctrl-C and HAProxy: see `restless`."""
+    """Ended by what `kill` and containers send; Ctrl-C and HAProxy: see `restless`. A SIGTERM for its whole group ends
+    Ray's processes under it, which costs Ray half a minute: see test_faults.py.
+    """
     with Server() as server:
         yield server
-        server.end_leaves_nothing(signal.SIGTERM, "serve")
+        server.end_leaves_nothing(signal.SIGTERM, "serve", group=False)
 
 
 @pytest.fixture(scope="session")
