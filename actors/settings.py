@@ -104,13 +104,14 @@ class TransferSettings(Settings, frozen=True):
 
 
 class PrefillSettings(Settings, frozen=True):
-    """A chunk never exceeds `chunk_tokens`; a step takes chunks of several requests up to `batch_tokens`. `page_size`
-    0: the model's.
+    """A chunk never exceeds `chunk_tokens`; a step takes chunks of several requests up to `batch_tokens`. `stages`: the
+    layers of each of the `pp` stages; empty = dealt out evenly. `page_size` 0: the model's.
     """
 
     instances: int = 1
     tp: int = 1
     pp: int = 1
+    stages: list[int] = msgspec.field(default_factory=list)
     page_size: int = 0
     pool_pages: int = 640
     chunk_tokens: int = 256
@@ -123,12 +124,13 @@ class DecodeSettings(Settings, frozen=True):
     """`max_running` requests decode together; at most `max_rooms` are held in all phases. A writer that has not
     said within `revoke_after_s` that an aborted room's writes have ended is shut out, where that is proof (over tcp).
     Where only its own end is, it is killed when more than `quarantine_budget` of the pool waits for proof, or a page
-    has waited for `quarantine_s`. `page_size` 0: the model's.
+    has waited for `quarantine_s`. `stages` and `page_size` as in prefill.
     """
 
     instances: int = 1
     tp: int = 1
     pp: int = 1
+    stages: list[int] = msgspec.field(default_factory=list)
     page_size: int = 0
     pool_pages: int = 1280
     max_running: int = 32

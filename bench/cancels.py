@@ -30,7 +30,8 @@ GIVE_UP_S = 30.0
 @dataclass(frozen=True)
 class Cancel:
     """One; `took_s` from the client's leaving until the status was at baseline, or told why pages are quarantined.
-    `waited_for`: what was still there when that was last not so.
+    `waited_for`: what was still there when that was last not so, whose forward ended with it, and how long the look
+    took that found it ended: it has ended at some time within that.
     """
 
     phase: str
@@ -97,7 +98,7 @@ async def _windows(http: httpx.AsyncClient, body: dict[str, Any]) -> list[tuple[
 
 async def _cancel(http: httpx.AsyncClient, body: dict[str, Any], moment: Moment) -> Cancel | None:
     """None when the answer was complete before the client left."""
-    before = _ended(await _status(http))
+    before = _ended(await status_of(http))
     answer = Answer()
     asking = asyncio.create_task(ask(http, body, answer))
     while moment.first_token and not answer.token_ids and not asking.done():
@@ -109,27 +110,32 @@ async def _cancel(http: httpx.AsyncClient, body: dict[str, Any], moment: Moment)
     left_s = time.monotonic()
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
-    status, found, at_s, waited_for = await _explained(http, left_s)
+    status, found, at_s, waited_for = await explained(http, left_s)
     phase = _phase(before, _ended(status))
     await _baseline(http)
     return Cancel(phase, at_s - left_s, found, waited_for)
 
 
-async def _explained(http: httpx.AsyncClient, left_s: float) -> tuple[dict[str, Any], Account, float, str]:
+async def explained(http: httpx.AsyncClient, left_s: float) -> tuple[dict[str, Any], Account, float, str]:
     """Look until everything is accounted for and stays so for `STAYS_S`: a request that the server has only just read
-    has no room yet. With it, the time at which it began to be so, and what was there before.
+    has no room yet. With it, the time at which it began to be so, and what was there before. A forward that runs can't
+    be cancelled, and its pages are not free before it has ended; so where one ends with the wait, it was the reason.
     """
     since_s: float | None = None
-    left = ""
+    left, steps = "", dict[str, int]()
     while True:
-        status = await _status(http)
+        began_s = time.monotonic()
+        status = await status_of(http)
         found, now_s = account(status), time.monotonic()
         if not found.explained:
-            since_s, left = None, _left(status)
+            since_s, left, steps = None, _left(status), _steps(status)
             if now_s - left_s > GIVE_UP_S:
                 raise TimeoutError(f"not at baseline {GIVE_UP_S} s after a cancel: {found}; {status}")
         elif since_s is None:
             since_s = now_s
+            if ended := [name for name, step in _steps(status).items() if step > steps.get(name, step)]:
+                left += f"; a forward ended: {', '.join(ended)}"
+            left += f"; seen by a look of {now_s - began_s:.2f} s"
         elif now_s - since_s >= STAYS_S:
             return status, found, since_s, left
         await asyncio.sleep(LOOK_S)
@@ -144,15 +150,20 @@ def _left(status: dict[str, Any]) -> str:
     return ", ".join([f"{name} {number}" for name, number in found.items() if number] + held)
 
 
+def _steps(status: dict[str, Any]) -> dict[str, int]:
+    """How many forwards each instance has made."""
+    return {row["id"]: row["step"] for row in status["instances"] if "step" in row}
+
+
 async def _baseline(http: httpx.AsyncClient) -> None:
     end_s = time.monotonic() + GIVE_UP_S
-    while not account(await _status(http)).baseline:
+    while not account(await status_of(http)).baseline:
         if time.monotonic() > end_s:
             raise TimeoutError(f"not at baseline after {GIVE_UP_S} s")
         await asyncio.sleep(LOOK_S)
 
 
-async def _status(http: httpx.AsyncClient) -> dict[str, Any]:
+async def status_of(http: httpx.AsyncClient) -> dict[str, Any]:
     answer = await http.get("/status")
     answer.raise_for_status()
     found: dict[str, Any] = answer.json()

@@ -83,14 +83,15 @@ class Served:
                 raise TimeoutError(f"{what}: not within {limit_s} s; status {self.status()}")
             time.sleep(0.05)
 
-    def stop(self, number: int = signal.SIGINT) -> int:
-        """As Ctrl-C on a terminal does: the signal goes to the whole foreground process group. The exit status, again
-        when it has been stopped before; raises subprocess.TimeoutExpired, and ends it by force, when it does not end by
-        itself."""
+    def stop(self, number: int = signal.SIGINT, group: bool = True) -> int:
+        """As Ctrl-C on a terminal does: the signal goes to the whole foreground process group; or to the one process
+        that was started. The exit status, again when it has been stopped before; raises subprocess.TimeoutExpired, and
+        ends it by force, when it does not end by itself.
+        """
         if self.process.returncode is not None:
             return self.process.returncode
         self.http.close()
-        os.killpg(self.process.pid, number)
+        (os.killpg if group else os.kill)(self.process.pid, number)
         try:
             return self.process.wait(STOP_S)
         except subprocess.TimeoutExpired:

@@ -152,3 +152,12 @@ def test_decisions_are_numbered_and_have_their_parts() -> None:
 def test_the_changelog_begins_with_this_version() -> None:
     versions = re.findall(r"^## \[([^\]]+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert versions and versions[0] == kvferry.__version__
+
+
+def test_make_runs_every_test_that_starts_a_cluster() -> None:
+    """It names their folders, so that the thousands of others need not be collected once more."""
+    (named,) = re.findall(r"^REAL +:= (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    marked = {path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.real" in path.read_text()}
+    marked.discard(Path(__file__))
+    assert len(marked) > 10
+    assert {f"tests/{path.relative_to(ROOT / 'tests').parts[0]}" for path in marked} == set(named.split())

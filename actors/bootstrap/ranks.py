@@ -128,7 +128,7 @@ def _mismatch(info: RankInfo, other: RankInfo) -> str | None:
         if ours != theirs and (same or name not in FREE):
             return f"{name} of {info.instance} is {ours!r}, but {other.instance} registered with {theirs!r}"
     if same:
-        for name in ("role", "dp_size", "cp_size", "tp_size", "pp_size"):
+        for name in ("role", "dp_size", "cp_size", "tp_size", "pp_size", "stages"):
             ours, theirs = getattr(info, name), getattr(other, name)
             if ours != theirs:
                 return f"{name} of {info.instance} is {ours!r}, but another rank of it registered with {theirs!r}"

@@ -1,4 +1,4 @@
-"""Cancels at random phases: every counter is at baseline again, within a second of virtual time."""
+"""Cancels at random phases: every counter is at baseline again as soon as nothing is on its way any more."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ PROMPT = tuple(range(300, 400))
 CANCELS = 40
 #: One request's tokens are 100 + 30 in pages of 8. The second decode request has to wait until the first has ended.
 NARROW = DecodeSettings(pool_pages=17)
+#: A late write lands 0.15 s after the cancel, and a forward ends sooner: there is nothing else to wait for.
+LIMIT_S = 0.2
 OPTIONS = SimOptions(
     prefill=PrefillSettings(chunk_tokens=32, batch_tokens=64, pool_pages=64),
     decode=NARROW,
@@ -26,7 +28,7 @@ OPTIONS = SimOptions(
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_every_counter_is_at_baseline_within_a_second_of_a_cancel(client_of: Any, seed: int) -> None:
+def test_every_counter_is_at_baseline_when_the_last_write_has_landed(client_of: Any, seed: int) -> None:
     """A request alone, or two of which one waits for the other's pages; all leave at one random moment."""
     random = Random(seed)
 
@@ -39,8 +41,8 @@ def test_every_counter_is_at_baseline_within_a_second_of_a_cancel(client_of: Any
         for live in lives:
             client.front.close_request(live)
         left_s = VirtualClock().now_s()
-        assert await system.settle(1.0), (dict(rooms), system.counts())
-        assert VirtualClock().now_s() - left_s < 1.0
+        assert await system.settle(LIMIT_S), (dict(rooms), system.counts())
+        assert VirtualClock().now_s() - left_s <= LIMIT_S
         assert client.front.requests_live == 0
         return [name for _, name in rooms] or ["none"]
 

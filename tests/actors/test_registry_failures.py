@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import msgspec
+import pytest
 
 from kvferry.actors.actor import FromPeer
 from kvferry.actors.bootstrap.registry import Registry
+from kvferry.protocol.errors import KVFerryError
 from kvferry.protocol.messages import Register
 from kvferry.sim.loop import run
 from kvferry.sim.system import SimOptions, SimSystem
@@ -28,6 +31,35 @@ def test_failures_to_start_are_part_of_what_is_missing() -> None:
             system.spawn("decode", "decode-0")
             await asyncio.sleep(2)
             assert registry.roster().ready and registry.roster().missing == ()
+
+    run(main())
+
+
+@pytest.mark.parametrize(("field", "other"), [("dtype", "bfloat16"), ("layers", 4), ("kv_heads", 4), ("head_dim", 8)])
+def test_case_44_a_pair_that_does_not_match_serves_nobody(client_of: Any, field: str, other: object) -> None:
+    """Case 44: its registration is refused with both values, and requests are refused without a room anywhere."""
+
+    async def main() -> None:
+        async with SimSystem(SimOptions()) as system:
+            registry = system.processes["registry"].actor
+            assert isinstance(registry, Registry)
+            info = registry.table.ranks[("decode-0", 0, 0, 0, 0)]
+            client = await client_of(system, recovery_s=0.0)
+            assert len(await client.ask((1, 2, 3), max_tokens=2)) == 2
+            system.kill("decode-0")
+            await asyncio.sleep(1)
+            layout = msgspec.structs.replace(info.layout, **{field: other})
+            peer = msgspec.structs.replace(info.address, incarnation=99)
+            registry.receive(FromPeer(peer, Register(msgspec.structs.replace(info, address=peer, layout=layout))))
+            ours = getattr(info.layout, field)
+            assert f"{field} of decode-0 is {other!r}, but prefill-0 registered with {ours!r}" in str(
+                registry.roster().missing
+            )
+            with pytest.raises(KVFerryError) as refused:
+                await client.ask((1, 2, 3), max_tokens=2)
+            assert refused.value.code == "unavailable"
+            assert "decode: 0 of 1 instances are complete" in str(refused.value)
+            assert list(system.router.guests) == [] and not system.prefill().rooms
 
     run(main())
 

@@ -116,6 +116,15 @@ def test_ranks_of_one_instance_agree_on_its_sizes(field: str) -> None:
     assert "with 2" in refused.reason and not refused.retry
 
 
+def test_ranks_of_one_instance_agree_on_its_stages() -> None:
+    table = RankTable()
+    register(table, rank("prefill-0", 1, pp_size=2, stages=(14, 16)))
+    refused = table.refuse(rank("prefill-0", 2, pp_size=2, pp_rank=1))
+    assert refused is not None and not refused.retry
+    assert refused.reason == "stages of prefill-0 is (), but another rank of it registered with (14, 16)"
+    register(table, rank("prefill-0", 2, pp_size=2, pp_rank=1, stages=(14, 16)))
+
+
 def test_a_second_writer_for_a_live_rank_is_refused_until_the_first_is_gone() -> None:
     table = RankTable()
     first, second = rank("decode-0", 0xAAAA), rank("decode-0", 0xBBBB)

@@ -6,13 +6,15 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 from accounts import Account, account
 from answers import Answer
-from cancels import Cancel
+from cancels import Cancel, explained
 from cuts import Cut
 from storm import TURNS, schedule
 from storm_clients import MOST_PROMPT, TOKENS, Known, Request, judge, oracle
@@ -180,3 +182,21 @@ def test_a_cut_link_is_silent_and_not_closed_and_heals(echo: subprocess.Popen[st
         cut.heal()
         client.settimeout(60)
         assert client.recv(10) == b"b"  # nothing was lost: TCP has sent it again
+
+
+async def test_a_cancel_tells_whose_forward_it_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill has a room for two looks, and makes its fourth forward meanwhile."""
+    pages = {"total": 4, "free": 4, "cached": 0}
+    looks = 0
+
+    async def look(_http: object) -> dict[str, Any]:
+        nonlocal looks
+        looks += 1
+        row = {"id": "prefill-0", "queues": {"rooms": int(looks < 3)}, "step": 3 + (looks >= 3), "pages": pages}
+        return {"rooms_live": 0, "requests_live": 0, "routers": [], "instances": [row]}
+
+    monkeypatch.setattr("cancels.status_of", look)
+    async with httpx.AsyncClient() as http:
+        _, found, _, waited_for = await explained(http, time.monotonic())
+    assert found.baseline and looks > 3
+    assert waited_for.startswith("prefill-0 1; a forward ended: prefill-0; seen by a look of 0.")

@@ -89,6 +89,12 @@ def test_the_message_has_path_value_and_what_is_allowed(tmp_path: Path) -> None:
         ({"clocks": {"no_progress_s": 0}}, "clocks.no_progress_s", 0, ["above 0"]),
         ({"decode": {"tp": 0}}, "decode.tp", 0, ["at least 1 and at most 64"]),
         ({"prefill": {"pp": 65}}, "prefill.pp", 65, ["at least 1 and at most 64"]),
+        ({"prefill": {"stages": [30, 1]}}, "prefill.stages", [30, 1], ["none, or 1 of them, since prefill.pp is 1"]),
+        ({"decode": {"pp": 3, "stages": [16, 14]}}, "decode.stages", [16, 14], ["none, or 3 of them"]),
+        ({"decode": {"pp": 2, "stages": [30, 0]}}, "decode.stages", [30, 0], ["each at least 1"]),
+        ({"decode": {"pp": 2, "stages": [16, "14"]}}, "decode.stages[1]", "14", ["a whole number"]),
+        ({"prefill": {"pp": 2, "stages": 15}}, "prefill.stages", 15, ["a list"]),
+        ({"unified": {"stages": [30]}}, "unified.stages", [30], ["no such key"]),
         ({"prefill": {"tp": 3, "pp": 2}, "cluster": {"slots": 6}}, "cluster.slots", 6, ["0, or at least the 7 ranks"]),
         ({"transfer": {"backend": "mooncake"}}, "transfer.backend", "mooncake", ["ucxx (in this version)"]),
         ({"model": {"dtype": "int3"}}, "model.dtype", "int3", ["float32"]),
@@ -206,7 +212,7 @@ def test_every_number_has_a_range_and_every_rule_a_key() -> None:
     assert ruled <= values.keys()
     assert values.keys() - ruled == {
         "api.served_model_name", "api.keys", "api.keys_file", "cluster.secret_file", "cluster.insecure",
-        "links.encrypted", "transfer.checksum", "transfer.ib_device",
+        "links.encrypted", "transfer.checksum", "transfer.ib_device", "prefill.stages", "decode.stages",
     }  # fmt: skip
 
 

@@ -154,6 +154,18 @@ async def test_a_group_is_registered_when_its_last_rank_is(stage: Stage) -> None
     assert (await stage.get(0, 0, 0, 0, instance="prefill-9")).status_code == 404
 
 
+async def test_stages_may_be_uneven(stage: Stage) -> None:
+    refused = await stage.put(pp_size=2, stages=[1, 1])
+    assert refused.status_code == 400
+    assert "stages are (1, 1); wanted 2" in refused.text
+    layers = ROUTE["layers"]
+    assert (await stage.put(pp_size=2, stages=[1, layers - 1])).status_code == 200
+    (info,) = stage.registry.table.ranks.values()
+    assert (info.slice.first_layer, info.slice.layers) == (0, 1)
+    for stages in ([0, layers], ["1", layers - 1], 1):
+        assert (await stage.put(pp_size=2, stages=stages)).status_code == 400
+
+
 async def test_dp_is_the_systems_where_that_has_ranks(stage: Stage) -> None:
     assert (await stage.put(system_dp_size=2, system_dp_rank=1, attn_dp_size=4, attn_dp_rank=3)).status_code == 200
     assert list(table(stage)) == [("prefill-0", 1, 0, 0, 0)]

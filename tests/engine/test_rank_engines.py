@@ -39,14 +39,19 @@ TURNS = ((9, 8, 1), (4, 0, 0), (8, 0, 0), (1, 1, 1), (1, 1, 1), (1, 1, 1))
 _tokens = count()
 
 
+def stages_of(pp):
+    """A number of stages, or the layers of each of them: how many there are, and their layers where they are given."""
+    return (pp, ()) if isinstance(pp, int) else (len(pp), pp)
+
+
 def on_ranks(tp, pp, work, limit_s=20.0):
     """`work(group)` in a thread for each rank; what each gives, the leader's first."""
     store, port = open_store()
-    token = str(next(_tokens))
+    token, (pp, stages) = str(next(_tokens)), stages_of(pp)
 
     def rank(number):
         mine = store if number == 0 else join_store(port)
-        return work(Group(mine, token, Place.of(number, tp, pp), limit_s))
+        return work(Group(mine, token, Place.of(number, tp, pp, stages), limit_s))
 
     with ThreadPoolExecutor(tp * pp) as pool:
         return [done.result() for done in [pool.submit(rank, number) for number in range(tp * pp)]]
@@ -103,6 +108,8 @@ def run_rank(loaded, group, patched):
 SIX = {"num_hidden_layers": 6}
 EIGHT = {"num_attention_heads": 8, "num_key_value_heads": 4}
 NINE = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 144}
+TWO = {"num_attention_heads": 8, "num_key_value_heads": 2}
+FIFTEEN = {"num_hidden_layers": 15}
 BIASED = {"attention_bias": True, "mlp_bias": True, "intermediate_size": 95}
 
 
@@ -117,6 +124,7 @@ BIASED = {"attention_bias": True, "mlp_bias": True, "intermediate_size": 95}
         (1, 4, "Llama", SIX, False),
         (2, 2, "Llama", EIGHT, True),
         (2, 3, "Llama", EIGHT | BIASED, False),
+        (1, (1, 4, 1), "Llama", SIX, False),
         (2, 1, "Qwen2", {}, True),
         (2, 2, "Qwen3", {}, True),
     ],
@@ -125,7 +133,7 @@ BIASED = {"attention_bias": True, "mlp_bias": True, "intermediate_size": 95}
 def test_ranks_give_the_logits_and_the_pages_of_the_whole_model(tiny, tp, pp, family, changes, patched):
     expected, kv = dense(tiny(family, **changes))
     assert expected[0].std() > 0.5  # or the comparison would prove nothing
-    models = iter([tiny(family, **changes) for _ in range(tp * pp)])
+    models = iter([tiny(family, **changes) for _ in range(tp * stages_of(pp)[0])])
     found = on_ranks(tp, pp, lambda group: run_rank(next(models), group, patched))
     rows = found[0][0]
     assert len(rows) == sum(1 for turn in TURNS for tokens in turn if tokens)
@@ -154,20 +162,34 @@ def forward(adapters, pools, sequence):
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode"),
-    [((2, 1), (4, 1)), ((4, 1), (2, 1)), ((1, 1), (4, 1)), ((4, 1), (1, 1)), ((2, 1), (8, 1)), ((1, 3), (2, 2))],
+    ("changes", "prefill", "decode"),
+    [
+        (EIGHT | SIX, (2, 1), (4, 1)),
+        (EIGHT | SIX, (4, 1), (2, 1)),
+        (EIGHT | SIX, (1, 1), (4, 1)),
+        (EIGHT | SIX, (4, 1), (1, 1)),
+        (EIGHT | SIX, (2, 1), (8, 1)),
+        (EIGHT | SIX, (1, 3), (2, 2)),
+        (TWO, (1, 1), (4, 1)),
+        (TWO, (4, 1), (1, 1)),
+        (TWO, (2, 1), (4, 1)),
+        (FIFTEEN, (1, (7, 8)), (1, 1)),
+        (FIFTEEN, (1, (7, 8)), (2, (3, 11, 1))),
+    ],
     ids=str,
 )
-def test_case_46_what_some_ranks_have_computed_others_go_on_with(tiny, prefill, decode):
-    """Case 46, and 47 by stages of 2 + 2 + 2 and 3 + 3 layers: the plan moves the prompt's KV, to other page numbers,
-    and the logits of the tokens that follow are those of the whole model.
+def test_cases_46_47_what_some_ranks_have_computed_others_go_on_with(tiny, changes, prefill, decode):
+    """Case 46 with 2 KV heads and with 4, case 47 with 15 layers in stages of 7 and 8: the plan moves the prompt's KV,
+    to other page numbers, and the logits of the tokens that follow are those of the whole model.
     """
-    changes, prompt, table, there = EIGHT | SIX, 21, TABLES[0], TABLES[1]
+    prompt, table, there = 21, TABLES[0], TABLES[1]
     ids = sequences()[0]
     expected = dense(tiny("Llama", **changes))[0][0]
+    assert expected.std() > 0.5  # or the comparison would prove nothing
 
     def instance(shape):
-        models = iter([tiny("Llama", **changes) for _ in range(shape[0] * shape[1])])
+        tp, (pp, stages) = shape[0], stages_of(shape[1])
+        models = iter([tiny("Llama", **changes) for _ in range(tp * pp)])
 
         def rank(group):
             loaded = next(models)
@@ -175,7 +197,7 @@ def test_case_46_what_some_ranks_have_computed_others_go_on_with(tiny, prefill, 
 
         adapters = on_ranks(*shape, rank)
         layout = layout_of(tiny("Llama", **changes), PAGE_SIZE)
-        slices = [slice_of(layout, at % shape[0], shape[0], at // shape[0], shape[1]) for at in range(len(adapters))]
+        slices = [slice_of(layout, at % tp, tp, at // tp, pp, stages=stages) for at in range(len(adapters))]
         pools = [adapter.pool(pages=PAGES, page_size=PAGE_SIZE, metadata_rows=1) for adapter in adapters]
         return adapters, pools, {rank: (part,) for rank, part in enumerate(slices)}
 
@@ -304,8 +326,17 @@ def test_what_cannot_be_cut_is_refused_with_the_reason(tiny, family, changes, tp
     with pytest.raises(ConfigError, match=message):
         check_split(config, tp, pp)
     with pytest.raises(ConfigError, match=r"^decode\.[tp]p: "):
-        check_split(config, tp, pp, "decode.")
+        check_split(config, tp, pp, where="decode.")
     check_split(config, 1, 1)
+
+
+@pytest.mark.parametrize("stages", [(1, 3), (3, 0), (1, 1, 1), (3,)], ids=str)
+def test_stages_that_do_not_make_the_model_are_refused(tiny, stages):
+    config = tiny("Llama").config
+    with pytest.raises(ConfigError, match=r"^prefill.stages: \[.*allowed: none, or 2 of .* make the model's 3 layers"):
+        check_split(config, 1, 2, stages, "prefill.")
+    check_split(config, 1, 2, (1, 2))
+    check_split(config, 1, 1, (3,))
 
 
 def test_shares_are_in_order_and_differ_by_one_at_most():

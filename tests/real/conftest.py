@@ -1,7 +1,11 @@
-"""Two real servers for all tests here: `kvferry serve` in a process group of its own, on ports of its own."""
+"""Two real servers for all tests here: `kvferry serve` in a process group of its own, on ports of its own.
+
+`make test` runs the tests in two processes, side by side: those of the first server, and all others.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import time
@@ -24,9 +28,8 @@ class Server(Served):
     """A running `kvferry serve`, and what the tests ask it."""
 
     def __init__(self, args: Mapping[str, Any] | None = None, *options: str) -> None:
-        before = haproxy_folders()
         super().__init__(args, *options)
-        self.folders = haproxy_folders() - before
+        self.folders = haproxy_folders(self.process.pid)
 
     def chat(self, content: str, **fields: Any) -> httpx.Response:
         body = {"model": "smollm2-135m", "temperature": 0, "messages": [{"role": "user", "content": content}]} | fields
@@ -57,7 +60,7 @@ class Server(Served):
     def wait_baseline(self, limit_s: float = 30.0) -> None:
         self.wait(lambda: account(self.status()).baseline, limit_s, "baseline")
 
-    def end_leaves_nothing(self, number: int, chosen: str) -> None:
+    def end_leaves_nothing(self, number: int, chosen: str, group: bool = True) -> None:
         """Stop it; then no process, port or folder of it is left. `chosen`: the ingress that it must have had."""
         assert self.status()["ingress"] == chosen and len(self.folders) == (chosen == "haproxy")
         pids = descendants(self.process.pid)
@@ -66,11 +69,11 @@ class Server(Served):
         assert len(pids) > 5 and f"127.0.0.1:{self.port}" in ports
         everywhere = {address.rpartition(":")[2] for address in ports if not address.startswith(LOOPBACK)}
         assert not everywhere & {str(self.port), "9101", "8404"}, "HAProxy's own listeners, or ours, on all addresses"
-        assert self.stop(number) == 0
+        assert self.stop(number, group) == 0
         deadline_s = time.monotonic() + 20
         while (left := {pid for pid in pids if Path(f"/proc/{pid}").exists()}) and time.monotonic() < deadline_s:
             time.sleep(0.2)
-        assert not left and not haproxy_folders() & self.folders
+        assert not left and not any(folder.exists() for folder in self.folders)
         listening = subprocess.run(["ss", "-ltnH"], capture_output=True, text=True, check=True).stdout
         assert not ports & {line.split()[3] for line in listening.splitlines()}
 
@@ -83,17 +86,25 @@ def ports_of(pids: set[int]) -> set[str]:
     return {line.split()[3] for line in table.splitlines() if any(f"pid={pid}," in line for pid in pids)}
 
 
-def haproxy_folders() -> set[Path]:
-    """Where HAProxies that `kvferry serve` has started keep their state."""
-    return set(ingress.PARENT.glob(f"{ingress.PREFIX}*"))
+def haproxy_folders(pid: int) -> set[Path]:
+    """Where the HAProxies of the `kvferry serve` that is this process keep their state: it holds a lock there."""
+    opened = (os.path.realpath(entry) for entry in Path(f"/proc/{pid}/fd").iterdir())
+    return {Path(path).parent for path in opened if path.startswith(f"{ingress.PARENT}/{ingress.PREFIX}")}
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if {"server", "unified"} & set(getattr(item, "fixturenames", ())):
+        item.add_marker(pytest.mark.shared)
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    """Ended by what `kill`, systemd and containers send; Ctrl-C and HAProxy: see `restless`."""
+    """Ended by what `kill` and containers send; Ctrl-C and HAProxy: see `restless`. A SIGTERM for its whole group ends
+    Ray's processes under it, which costs Ray half a minute: see test_faults.py.
+    """
     with Server() as server:
         yield server
-        server.end_leaves_nothing(signal.SIGTERM, "serve")
+        server.end_leaves_nothing(signal.SIGTERM, "serve", group=False)
 
 
 @pytest.fixture(scope="session")

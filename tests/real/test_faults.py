@@ -95,3 +95,10 @@ def test_kill_9_of_prefill_in_mid_transfer(restless: Any) -> None:
     assert [answer.status_code for answer in answers] == [200] * 6, [answer.text for answer in answers]
     assert [body_text(answer) for answer in answers] == right
     assert_recovers(restless, "prefill-0", pid)
+
+
+@pytest.mark.full  # Ray waits for half a minute for its own processes, which have had the signal as well
+def test_a_sigterm_for_all_its_processes_leaves_nothing(server_class: type[Any]) -> None:
+    """As systemd sends it."""
+    with server_class() as own:
+        own.end_leaves_nothing(signal.SIGTERM, "serve")

@@ -1,8 +1,8 @@
 """Instances of several ranks on real Ray, gloo and UCX: tokens of the real model against the reference.
 
 SmolLM2 has 9 query heads, 3 KV heads and 30 layers. By default one pair of layouts is served, in which heads, layers
-and pages are cut differently on the two sides at once; `make test-full` serves every pair, one after the other, each on
-a cluster of its own.
+and pages are cut differently on the two sides at once, and the stages are uneven; `make test-full` serves every pair,
+one after the other, each on a cluster of its own.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ KNOWN = oracle(tokens=32, lengths=(1, 16, 17, 65, 257))
 #: tp and pp of prefill, and of decode.
 Pair = tuple[tuple[int, int], tuple[int, int]]
 MIXED: Pair = ((3, 1), (1, 2))
+#: Layers of its two stages.
+UNEVEN = [13, 17]
 PAIRS: list[Pair] = [
     ((3, 1), (3, 1)),
     ((3, 1), (1, 1)),
@@ -75,7 +77,9 @@ def assert_layout(server: Any, pair: Pair) -> None:
 
 def test_tp_3_to_pp_2_pages_of_16_to_64_and_the_death_of_a_rank(server_class: type[Any]) -> None:
     """The second answer to each prompt comes from instances of which one has lost a follower in mid-answer."""
-    with server_class(configured(MIXED, (16, 64))) as server, ThreadPoolExecutor(len(KNOWN)) as pool:
+    args = configured(MIXED, (16, 64))
+    args["decode"]["stages"] = UNEVEN
+    with server_class(args) as server, ThreadPoolExecutor(len(KNOWN)) as pool:
         assert_layout(server, MIXED)
         assert_pages(server, (16, 64))
         assert_right(server, asked(server, pool))

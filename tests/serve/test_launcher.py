@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import signal
 import socket
 import subprocess
@@ -27,6 +28,8 @@ def _no_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Non
         raise AssertionError("a cluster was about to be started")
 
     monkeypatch.setattr(launcher, "local_cluster", start)
+    # The packaged model need not be converted once more for each of these homes.
+    monkeypatch.setenv("KVFERRY_CACHE", os.environ.get("KVFERRY_CACHE") or str(Path.home() / ".cache" / "kvferry"))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", VARIABLE):
@@ -88,6 +91,15 @@ def test_ranks_that_the_model_cannot_be_cut_into(tmp_path: Path, capsys: pytest.
     assert main(["serve", str(file), "--port", "0"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "applications[0].args.decode.tp: 2 is not acceptable" in line and "9 query heads" in line
+
+
+@pytest.mark.parametrize("args", ["{decode: {pp: 2, stages: [15, 16]}}", "{decode: {stages: [31]}}"])
+def test_stages_that_do_not_make_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], args: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(f"applications:\n- {{import_path: 'kvferry.serve.deployment:build', args: {args}}}\n")
+    assert main(["serve", str(file), "--port", "0"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "applications[0].args.decode.stages: [" in line and "the model's 30 layers" in line
 
 
 def test_the_secrets_are_there_before_the_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

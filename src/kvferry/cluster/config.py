@@ -152,6 +152,10 @@ class Config(Settings, frozen=True):
         settings = getattr(self, role)
         return getattr(settings, "tp", 1), getattr(settings, "pp", 1)
 
+    def stages(self, role: str) -> tuple[int, ...]:
+        """Layers of each pipeline stage of an instance; none where they are dealt out evenly."""
+        return tuple(getattr(getattr(self, role), "stages", ()))
+
     def page_size(self, role: str) -> int:
         """Tokens of a page of that role's pools."""
         own: int = getattr(self, role).page_size
@@ -319,7 +323,7 @@ def _convert(raw: Any, struct: type[S], path: str) -> S:
             value = HIDDEN
         else:
             for step in re.findall(r"\w+", steps):
-                value = value[step]
+                value = value[int(step)] if isinstance(value, list) else value[step]
         expected = re.search(r"Expected `([^`]+)`", text)
         raise ConfigError(path + steps, value, _type_name(expected.group(1)) if expected else text) from None
 

@@ -229,6 +229,15 @@ def _somebody(config: Config) -> Iterator[Complaint]:
     yield f"{role}.instances", 0, "at least 1, unless unified.instances is"
 
 
+def _stages(config: Config) -> Iterator[Complaint]:
+    """Whether their sum is the model's number of layers shows where the model is known (`check_split`)."""
+    for role, settings in (("prefill", config.prefill), ("decode", config.decode)):
+        stages, pp = settings.stages, settings.pp
+        if stages and (len(stages) != pp or min(stages) < 1):
+            what = f"none, or {pp} of them, since {role}.pp is {pp}, each at least 1"
+            yield f"{role}.stages", stages, what
+
+
 def _silence(config: Config) -> Iterator[Complaint]:
     links = config.links
     if links.silence_s <= 2 * links.heartbeat_s:
@@ -269,5 +278,5 @@ def _calls(config: Config) -> Iterator[Complaint]:
 
 
 CONTRADICTIONS: tuple[Callable[[Config], Iterator[Complaint]], ...] = (
-    _somebody, _chunk, _wire, _running, _breaker, _calls, _silence, _poll, _ingress, _slots,
+    _somebody, _stages, _chunk, _wire, _running, _breaker, _calls, _silence, _poll, _ingress, _slots,
 )  # fmt: skip

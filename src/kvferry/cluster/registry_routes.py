@@ -23,6 +23,7 @@ from kvferry.protocol.rank import Layout, RankInfo
 
 MAX_BODY_BYTES = 64 * 1024
 MAX_ROOMS_ASKED = 4096
+MAX_STAGES = 4096
 GET_ROUTE = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -74,6 +75,7 @@ class PutRoute(msgspec.Struct, frozen=True, kw_only=True):
     system_dp_rank: Rank = 0
     pp_size: Size
     pp_rank: Rank
+    stages: Annotated[tuple[Size, ...], Meta(max_length=MAX_STAGES)] = ()
     model: Name
     revision: Annotated[str, Meta(max_length=256)]
     kv_cache_dtype: Name
@@ -101,7 +103,7 @@ class PutRoute(msgspec.Struct, frozen=True, kw_only=True):
             dp_rank=self.attn_dp_rank if attention else self.system_dp_rank,
             dp_size=self.attn_dp_size if attention else self.system_dp_size,
             cp_rank=self.attn_cp_rank, cp_size=self.attn_cp_size, tp_rank=self.attn_tp_rank,
-            tp_size=self.attn_tp_size, pp_rank=self.pp_rank, pp_size=self.pp_size, pages=self.pages,
+            tp_size=self.attn_tp_size, pp_rank=self.pp_rank, pp_size=self.pp_size, stages=self.stages, pages=self.pages,
             max_prompt_tokens=self.max_prompt_tokens, max_total_tokens=self.max_total_tokens,
         )  # fmt: skip
 

@@ -139,7 +139,7 @@ def load_model(config: Config, role: str = "unified") -> Loaded:
     from kvferry.engine.loader import load
 
     loaded = load(config.model.model, config.model.dtype)
-    check_split(loaded.config, *config.shape(role), f"{role}.")
+    check_split(loaded.config, *config.shape(role), config.stages(role), f"{role}.")
     return loaded
 
 
@@ -187,7 +187,7 @@ async def _group(
     else:
         meeting = await meet_leader(instance, rank, own.incarnation, SystemClock())
         store = await asyncio.to_thread(join_store, meeting.port)
-    token, place = f"{meeting.leader.incarnation:016x}", Place.of(rank, *config.shape(role))
+    token, place = f"{meeting.leader.incarnation:016x}", Place.of(rank, *config.shape(role), config.stages(role))
     return meeting.leader, await asyncio.to_thread(Group, store, token, place, config.clocks.no_progress_s)
 
 
@@ -219,6 +219,7 @@ def _rank_info(role: str, instance: str, rank: int, config: Config, address: Add
         tp_size=tp,
         pp_rank=rank // tp,
         pp_size=pp,
+        stages=config.stages(role),
         pages=pages,
         max_prompt_tokens=tokens,
         max_total_tokens=tokens,

@@ -195,8 +195,12 @@ class Adapter:
 SHARDED = ("llama", "mistral", "qwen2", "qwen3")
 
 
-def check_split(config: Any, tp: int, pp: int, where: str = "") -> None:
-    """Raises ConfigError for `tp` or `pp` that the model can't be cut into; `where` stands before the key."""
+def check_split(config: Any, tp: int, pp: int, stages: tuple[int, ...] = (), where: str = "") -> None:
+    """Raises ConfigError for `tp`, `pp` or `stages` that the model can't be cut into; `where` stands before the key."""
+    layers = len(layer_types(config))
+    if stages and (len(stages) != pp or min(stages) < 1 or sum(stages) != layers):
+        allowed = f"none, or {pp} of at least 1 layer each, which make the model's {layers} layers"
+        raise ConfigError(f"{where}stages", list(stages), allowed)
     if tp * pp == 1:
         return
     key, value = ("tp", tp) if tp > 1 else ("pp", pp)
@@ -204,7 +208,7 @@ def check_split(config: Any, tp: int, pp: int, where: str = "") -> None:
         raise ConfigError(
             where + key, value, f"1 for a model of type {config.model_type}; more for {', '.join(SHARDED)}"
         )
-    q_heads, kv_heads, layers = config.num_attention_heads, _kv_heads(config), len(layer_types(config))
+    q_heads, kv_heads = config.num_attention_heads, _kv_heads(config)
     if q_heads % tp or (kv_heads % tp and tp % kv_heads):
         allowed = (
             f"what divides the {q_heads} query heads, and divides the {kv_heads} KV heads or is a multiple of them"
@@ -221,8 +225,8 @@ def cut(loaded: Loaded, group: Group) -> Shard:
     last one the final norm, and the leader the output embedding. Raises ConfigError (`check_split`).
     """
     place, layout = group.place, layout_of(loaded, page_size=1)
-    check_split(loaded.config, place.tp_size, place.pp_size)
-    part = slice_of(layout, place.tp_rank, place.tp_size, place.pp_rank, place.pp_size)
+    check_split(loaded.config, place.tp_size, place.pp_size, place.stages)
+    part = slice_of(layout, place.tp_rank, place.tp_size, place.pp_rank, place.pp_size, stages=place.stages)
     decoder = loaded.model.get_decoder()
     decoder.layers = torch.nn.ModuleList(decoder.layers[part.first_layer : part.first_layer + part.layers])
     if place.tp_size > 1:

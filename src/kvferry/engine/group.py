@@ -32,16 +32,19 @@ HIDDEN, RESULT = 0, 1
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where a rank stands among the `tp_size` x `pp_size` ranks of its instance. Rank 0 is the leader."""
+    """Where a rank stands among the `tp_size` x `pp_size` ranks of its instance. Rank 0 is the leader. `stages`: layers
+    of each stage, where they are not dealt out evenly.
+    """
 
     tp_rank: int
     tp_size: int
     pp_rank: int
     pp_size: int
+    stages: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, rank: int, tp_size: int, pp_size: int) -> Place:
-        return cls(rank % tp_size, tp_size, rank // tp_size, pp_size)
+    def of(cls, rank: int, tp_size: int, pp_size: int, stages: tuple[int, ...] = ()) -> Place:
+        return cls(rank % tp_size, tp_size, rank // tp_size, pp_size, stages)
 
     @property
     def rank(self) -> int:

@@ -87,14 +87,14 @@ def check_model(model: str) -> None:
 
 def check_ranks(config: Config) -> None:
     """Raises ConfigError for numbers of ranks that the model can't be cut into."""
-    shapes = {role: config.shape(role) for role, number in config.wanted().items() if number and role != "router"}
-    if any(shape != (1, 1) for shape in shapes.values()):
+    roles = [role for role, number in config.wanted().items() if number and role != "router"]
+    if any(config.ranks(role) > 1 or config.stages(role) for role in roles):
         from kvferry.engine.adapter import check_split  # as above
         from kvferry.engine.loader import locate, model_config
 
         model = model_config(locate(config.model.model))
-        for role, shape in shapes.items():
-            check_split(model, *shape, f"applications[0].args.{role}.")
+        for role in roles:
+            check_split(model, *config.shape(role), config.stages(role), f"applications[0].args.{role}.")
 
 
 def check_address(config: Config) -> None:

@@ -19,7 +19,7 @@ from kvferry.actors.ranks.names import instance_of, process_names
 from kvferry.actors.unified.leader import UnifiedLeader
 from kvferry.engine.contract import EngineLimits
 from kvferry.engine.scripted import ScriptedEngine, ScriptedTexts
-from kvferry.protocol.rank import LEADER, Layout, RankInfo, slice_of
+from kvferry.protocol.rank import LEADER, Layout, RankInfo
 from kvferry.sim.digests import SimDigests
 from kvferry.sim.endpoint import SimEndpoint, SimInbox
 from kvferry.sim.engine import SimEngine
@@ -95,15 +95,15 @@ class RankMaker:
         tokens = min(settings.pool_pages * layout.page_size, options.context_tokens)
         return RankInfo(
             instance, role, links.address, layout, tp_rank=rank % tp, tp_size=tp, pp_rank=rank // tp, pp_size=pp,
-            pages=settings.pool_pages, max_prompt_tokens=tokens, max_total_tokens=tokens,
+            stages=tuple(getattr(settings, "stages", ())), pages=settings.pool_pages, max_prompt_tokens=tokens,
+            max_total_tokens=tokens,
         )  # fmt: skip
 
     def _engine(self, info: RankInfo, clock: SimClock) -> SimEngine:
         options = self._options
         limits = EngineLimits(info.pages, info.layout.page_size, options.context_tokens, vocab_size=50_000)
-        part = slice_of(info.layout, info.tp_rank, info.tp_size, info.pp_rank, info.pp_size)
         return SimEngine(
-            info.layout, limits, metadata_rows=64, sleep=clock.sleep, cost_s=options.cost_s, part=part,
+            info.layout, limits, metadata_rows=64, sleep=clock.sleep, cost_s=options.cost_s, part=info.slice,
             incarnation=info.address.incarnation,
         )  # fmt: skip
 
