@@ -9,6 +9,7 @@ from kvferry.transfer.plan import pair, plan_pages, plan_row
 from kvferry.transfer.spans import make_spans, no_spans
 
 KINDS = ["fake", "faulty", "ucx-host", "ucx-tcp", "ucxx-host", "local"]
+KINDS += ["mooncake-host"]
 KINDS += ["staging-fake", "staging-ucx-host", "staging-ucx-tcp"]
 ROUND = 4 * 1024 * 1024
 

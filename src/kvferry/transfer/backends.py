@@ -13,6 +13,8 @@ from kvferry.transfer.contract import Endpoint, OnNotify, Region, TransferError
 from kvferry.transfer.faulty import Faults, with_faults
 from kvferry.transfer.local import BACKEND as LOCAL
 from kvferry.transfer.local import LocalEndpoint
+from kvferry.transfer.mooncake import MooncakeEndpoint
+from kvferry.transfer.mooncake_agent import BACKEND as MOONCAKE
 from kvferry.transfer.nics import IbDevice, ucx_devices
 from kvferry.transfer.self_test import SelfTested, SpareRows
 from kvferry.transfer.several import BACKEND as AUTO
@@ -72,7 +74,7 @@ class Site:
 
 
 def _options(settings: _Settings, site: Site) -> Options:
-    """Of the backends over UCX."""
+    """Of the backends with a thread of their own."""
     return Options(
         regions=site.regions,
         incarnation=site.incarnation,
@@ -132,6 +134,12 @@ def _staging(settings: _Settings, site: Site, within: Callable[[Site], Endpoint]
     )
 
 
+def _mooncake(settings: _Settings, site: Site) -> Endpoint:
+    return MooncakeEndpoint(
+        poll_busy_ms=settings.poll_busy_ms, poll_idle_ms=settings.poll_idle_ms, **_options(settings, site)
+    )
+
+
 def _local(settings: _Settings, site: Site) -> Endpoint:
     return LocalEndpoint(
         regions=site.regions,
@@ -182,7 +190,7 @@ def chooser(kernel: str, transports: str, refused: str) -> Choose:
 Make = Callable[[_Settings, Site], Endpoint]
 
 #: Name in the configuration -> how its endpoint is made.
-BACKENDS: dict[str, Make] = {AUTO: _auto, LOCAL: _local, UCX: _ucx, UCXX: _ucxx}
+BACKENDS: dict[str, Make] = {AUTO: _auto, LOCAL: _local, UCX: _ucx, UCXX: _ucxx, MOONCAKE: _mooncake}
 
 
 def make_endpoint(settings: _Settings, site: Site) -> Endpoint:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from queue import Empty
 from typing import ClassVar
 
 from kvferry.transfer.contract import Descriptor, TransferError
-from kvferry.transfer.driver import Driver, DriverParts
+from kvferry.transfer.driver import DriverParts
+from kvferry.transfer.polling import PollingDriver
 from kvferry.transfer.ucx_agent import BACKEND, Agent, add_peer, transport
 from kvferry.transfer.ucx_peer import UcxPeer, UcxWrite
 
@@ -24,20 +24,17 @@ _LAST_TURNS = 64
 _PARTING_TURNS = 64
 
 
-class UcxDriver(Driver[UcxPeer, UcxWrite, Agent]):
-    """Polls every `poll_busy_ms` while something is expected or under way, else every `poll_idle_ms`. `devices`: those
-    that UCX may use, "" for the one that has our address.
-    """
+class UcxDriver(PollingDriver[UcxPeer, UcxWrite, Agent]):
+    """`devices`: those that UCX may use, "" for the one that has our address."""
 
     _backend: ClassVar[str] = BACKEND
 
     def __init__(self, parts: DriverParts, *, devices: str, poll_busy_ms: float, poll_idle_ms: float) -> None:
-        super().__init__(parts, transport(parts.transports).proofs)
+        proofs = transport(parts.transports).proofs
+        super().__init__(parts, proofs, poll_busy_ms=poll_busy_ms, poll_idle_ms=poll_idle_ms)
         self._devices = devices
-        self._busy_s, self._idle_s = poll_busy_ms / 1000, poll_idle_ms / 1000
         self._spare: Agent | None = None
         self._receiving: dict[int, Agent] = {}  # by the writer's incarnation
-        self._expecting = 0
         self._parting = 0
 
     # --- the thread ------------------------------------------------------------------------------------------
@@ -45,7 +42,7 @@ class UcxDriver(Driver[UcxPeer, UcxWrite, Agent]):
     def _start(self) -> None:
         self._spare = self._new_agent()
 
-    def _turn(self) -> None:
+    def _poll(self) -> bool:
         progressed = False
         for agent in self._driven():
             for sender, payload in agent.notifications():
@@ -59,28 +56,21 @@ class UcxDriver(Driver[UcxPeer, UcxWrite, Agent]):
                 self._parting = _PARTING_TURNS
             if peer.gone:
                 del self._peers[name]
-        self._take_commands(0.0 if progressed else self._pause_s())
+        return progressed
 
     def _driven(self) -> list[Agent]:
         """Peers with writes under way drive themselves, when they look after them; all must be driven at times."""
         return [*self._receiving.values(), *(peer.agent for peer in self._peers.values())]
 
+    @property
+    def _busy(self) -> bool:
+        return any(peer.busy for peer in self._peers.values())
+
     def _pause_s(self) -> float:
-        if self._expecting > 0 or any(peer.busy for peer in self._peers.values()):
-            return self._busy_s
-        if self._parting > 0:
+        if self._parting > 0 and self._expecting <= 0 and not self._busy:
             self._parting -= 1
             return self._busy_s
-        return self._idle_s
-
-    def _take_commands(self, pause_s: float) -> None:
-        try:
-            command = self._commands.get(timeout=pause_s) if pause_s > 0 else self._commands.get_nowait()
-            while True:
-                command()
-                command = self._commands.get_nowait()
-        except Empty:
-            return
+        return super()._pause_s()
 
     # --- agents ----------------------------------------------------------------------------------------------
 
@@ -137,9 +127,6 @@ class UcxDriver(Driver[UcxPeer, UcxWrite, Agent]):
     def cancel(self, write: UcxWrite) -> None:
         for peer in self._peers.values():
             peer.cancel(write)
-
-    def expect(self, change: int) -> None:
-        self._expecting += change
 
     def disconnect(self, peer: UcxPeer, on_done: Callable[[], None]) -> None:
         peer.end("disconnected")

@@ -1,0 +1,134 @@
+"""The driver of Mooncake's engines: one for each writer and one for each target. The engines work by themselves, in
+threads of their own; here is posted, asked after, and looked into the mailboxes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import ClassVar
+
+import msgspec
+
+from kvferry.transfer.contract import Descriptor, TransferError
+from kvferry.transfer.driver import DriverParts
+from kvferry.transfer.mooncake_agent import (
+    BACKEND,
+    PROOFS,
+    MooncakeAgent,
+    MooncakeMetadata,
+    areas,
+    encoder,
+    metadata_decoder,
+)
+from kvferry.transfer.mooncake_mail import MAIL_BYTES, Mailbox
+from kvferry.transfer.mooncake_peer import MooncakePeer, MooncakeWrite
+from kvferry.transfer.polling import PollingDriver
+
+_log = logging.getLogger(__name__)
+
+
+class MooncakeDriver(PollingDriver[MooncakePeer, MooncakeWrite, MooncakeAgent]):
+    _backend: ClassVar[str] = BACKEND
+
+    def __init__(self, parts: DriverParts, *, poll_busy_ms: float, poll_idle_ms: float) -> None:
+        super().__init__(parts, PROOFS, poll_busy_ms=poll_busy_ms, poll_idle_ms=poll_idle_ms)
+        self._receiving: dict[int, tuple[MooncakeAgent, Mailbox]] = {}  # by the writer's incarnation
+        self._open_to: list[tuple[int, int]] = []  # what the next agent's writer may write into
+
+    # --- the thread ------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        self._new_agent().delete()
+
+    def _poll(self) -> bool:
+        progressed = False
+        for writer, (agent, mailbox) in list(self._receiving.items()):
+            try:
+                for sender, payload in mailbox.take():
+                    self._deliver(partial(self._on_notify, sender, payload))
+                    progressed = True
+            except TransferError as error:
+                _log.warning("%s: writer %016x is shut out: %s", agent.name, writer, error)
+                self._shut_out(writer)
+        for name, peer in list(self._peers.items()):
+            progressed |= peer.serve()
+            if peer.broken:
+                del self._peers[name]
+        return progressed
+
+    @property
+    def _busy(self) -> bool:
+        return any(peer.busy for peer in self._peers.values())
+
+    def _delete_all(self) -> None:
+        for peer in self._peers.values():
+            peer.end(self._failure)
+        for writer in list(self._receiving):
+            self._shut_out(writer)
+        self._peers = {}
+
+    # --- agents ----------------------------------------------------------------------------------------------
+
+    def _make(self, generation: int) -> MooncakeAgent:
+        return MooncakeAgent(self._incarnation, generation, self._transports, self._host, self._open_to)
+
+    @property
+    def _live(self) -> int:
+        return len(self._receiving) + len(self._peers)
+
+    # --- commands --------------------------------------------------------------------------------------------
+
+    def _agent_for(self, writer: int) -> tuple[MooncakeAgent, bytes]:
+        if writer not in self._receiving:
+            mailbox = Mailbox(self._incarnation, self._generation + 1, writer)
+            self._open_to = [*areas(self._regions), (mailbox.address, MAIL_BYTES)]
+            try:
+                self._receiving[writer] = self._next_agent(), mailbox
+            finally:
+                self._open_to = []
+        agent, mailbox = self._receiving[writer]
+        return agent, encoder.encode(MooncakeMetadata(self._transports, agent.server, mailbox.address))
+
+    def _shut_out(self, writer: int) -> None:
+        found = self._receiving.pop(writer, None)
+        if found is not None:
+            found[0].delete()
+
+    def _connected(self, descriptor: Descriptor) -> MooncakePeer:
+        peer, name = self._peers.get(descriptor.agent), descriptor.agent
+        if peer is not None and peer.descriptor != descriptor:
+            raise TransferError(f"{name}: connected already, with another descriptor")
+        return peer or self._connect(descriptor)
+
+    def _connect(self, descriptor: Descriptor) -> MooncakePeer:
+        name = descriptor.agent
+        try:
+            metadata = metadata_decoder.decode(descriptor.metadata)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise TransferError(f"{name}: metadata does not decode: {error}") from None
+        if metadata.transports != self._transports:
+            raise TransferError(f"{name}: transports are {metadata.transports!r} there, {self._transports!r} here")
+        peer = MooncakePeer(
+            descriptor, metadata, self._next_agent(), self._regions, self._batch_bytes, self._now_s, self._deliver,
+            self.put,
+        )  # fmt: skip
+        self._peers[name] = peer
+        return peer
+
+    def write(self, peer: MooncakePeer, write: MooncakeWrite) -> None:
+        peer.write(write)
+
+    def notify(self, peer: MooncakePeer, payload: bytes) -> None:
+        peer.notify(payload)
+
+    def cancel(self, write: MooncakeWrite) -> None:
+        for peer in self._peers.values():
+            peer.cancel(write)
+
+    def disconnect(self, peer: MooncakePeer, on_done: Callable[[], None]) -> None:
+        peer.end("disconnected")
+        if self._peers.get(peer.descriptor.agent) is peer:
+            del self._peers[peer.descriptor.agent]
+        self._deliver(on_done)
