@@ -74,7 +74,7 @@ types: install-dev
 	$(BIN)/mypy
 
 fast: install-dev browser
-	$(BIN)/python -m pytest -m "not real and not gpu" -n 2 --dist loadfile --durations=15
+	$(BIN)/python -m pytest -m "not real and not gpu and not mooncake" -n 2 --dist loadfile --durations=15
 
 # Servers on real Ray mostly wait, so two of them at a time fit on two cores: the one that many tests share, and those
 # of all others, one after the other.

@@ -8,9 +8,10 @@ from kvferry.transfer.page_plan import page_blocks
 from kvferry.transfer.plan import pair, plan_pages, plan_row
 from kvferry.transfer.spans import make_spans, no_spans
 
+#: Its package is not in the extra `dev`.
+MOONCAKE = pytest.param("mooncake-host", marks=pytest.mark.mooncake)
 KINDS = ["fake", "faulty", "ucx-host", "ucx-tcp", "ucxx-host", "local"]
-KINDS += ["mooncake-host"]
-KINDS += ["staging-fake", "staging-ucx-host", "staging-ucx-tcp"]
+KINDS += ["staging-fake", "staging-ucx-host", "staging-ucx-tcp", MOONCAKE]
 ROUND = 4 * 1024 * 1024
 
 

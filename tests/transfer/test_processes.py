@@ -12,6 +12,8 @@ from kvferry.transfer.plan import pair, plan_pages
 from kvferry.transfer.spans import make_spans
 
 SEED = 5
+#: Its package is not in the extra `dev`.
+MOONCAKE = pytest.param("mooncake-host", marks=pytest.mark.mooncake)
 
 
 @pytest.fixture
@@ -25,7 +27,7 @@ def start_target(start, tools):
     return begin
 
 
-@pytest.fixture(params=["ucx-host", "ucx-tcp", "ucxx-host", "local"])
+@pytest.fixture(params=["ucx-host", "ucx-tcp", "ucxx-host", MOONCAKE, "local"])
 def kind(request):
     return request.param
 
@@ -94,7 +96,7 @@ async def test_on_one_host_a_stopped_target_is_written_to_all_the_same(source, s
     assert (await outcome).outcome is WriteOutcome.FLUSHED
 
 
-@pytest.mark.parametrize("kind", ["ucx-tcp", "ucxx-host"], indirect=True)
+@pytest.mark.parametrize("kind", ["ucx-tcp", "ucxx-host", MOONCAKE], indirect=True)
 async def test_over_tcp_a_cancelled_write_to_a_stopped_target_ends_only_when_it_is_flushed(
     source, start_target, kind, tools
 ):
@@ -115,7 +117,7 @@ async def test_over_tcp_a_cancelled_write_to_a_stopped_target_ends_only_when_it_
     assert 0 < result.size_bytes <= 256 * 1024
 
 
-@pytest.mark.parametrize("kind", ["ucx-tcp", "ucxx-host"], indirect=True)
+@pytest.mark.parametrize("kind", ["ucx-tcp", "ucxx-host", MOONCAKE], indirect=True)
 async def test_over_tcp_nothing_reads_the_source_of_a_stopped_target_after_disconnect(
     source, start_target, kind, tools
 ):

@@ -13,6 +13,8 @@ from kvferry.transfer.contract import TransferError, WriteOutcome
 from kvferry.transfer.spans import make_spans
 
 WRITER = 0xA
+#: Its package is not in the extra `dev`.
+MOONCAKE = pytest.param("mooncake-host", marks=pytest.mark.mooncake)
 
 
 class Writer:
@@ -52,7 +54,7 @@ async def changes(array, tools):
     await tools.soon(lambda: array.any())
 
 
-@pytest.fixture(params=["ucx-host", "ucx-tcp", "ucxx-host", "local"])
+@pytest.fixture(params=["ucx-host", "ucx-tcp", "ucxx-host", MOONCAKE, "local"])
 async def under_attack(request, make_site, start, tools):
     """(target, writer, memory): a stopped writer in mid-write, and the memory that it writes to."""
     target = await make_site(request.param, 0xB, tools.Memory())
@@ -67,7 +69,7 @@ async def under_attack(request, make_site, start, tools):
     return target, writer, memory
 
 
-@pytest.mark.parametrize("under_attack", ["ucx-tcp", "ucxx-host"], indirect=True)
+@pytest.mark.parametrize("under_attack", ["ucx-tcp", "ucxx-host", MOONCAKE], indirect=True)
 async def test_nothing_lands_after_the_writers_agent_is_revoked(under_attack, make_site, request, tools):
     """A writer that was stopped in mid-write and continues: its pages are somebody else's by then."""
     target, writer, memory = under_attack
@@ -102,7 +104,7 @@ async def test_on_one_host_a_stopped_writer_copies_on_when_it_continues(under_at
     assert await writer.says() == "broken"
 
 
-@pytest.mark.parametrize("under_attack", ["ucx-tcp", "ucxx-host"], indirect=True)
+@pytest.mark.parametrize("under_attack", ["ucx-tcp", "ucxx-host", MOONCAKE], indirect=True)
 async def test_what_a_dead_writer_left_in_the_socket_goes_with_the_agent(under_attack):
     target, writer, memory = under_attack
     target.endpoint.expect(-1)  # it looks rarely, so there is something left

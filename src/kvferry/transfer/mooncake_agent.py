@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Sequence
-from threading import Lock
+from collections.abc import Callable, Sequence
+from threading import Lock, Thread
 from typing import Annotated, Any
 
 import msgspec
@@ -68,7 +68,7 @@ def load() -> Any:
 
 
 class MooncakeAgent:
-    """One engine. Made, driven and deleted on one thread. `server` is its address."""
+    """One engine. Made and driven on one thread. `server` is its address."""
 
     def __init__(
         self, incarnation: int, generation: int, transports: str, host: str, memory: Sequence[tuple[int, int]]
@@ -88,9 +88,20 @@ class MooncakeAgent:
             _check(self.engine.batch_register_memory(addresses, sizes), f"{len(memory)} areas are not registered")
         self.server = f"{address}:{self.engine.get_rpc_port()}"
 
-    def delete(self) -> None:
-        """When this returns, nothing lands by this engine, and nothing that it had to send is read."""
-        self.engine = None
+    def delete(self, then: Callable[[], None]) -> Thread:
+        """Have the engine destroyed by the thread that is returned: it takes a second, in which its listener looks
+        whether it shall end. `then` is called there when nothing lands by this engine any more, and nothing that it had
+        to send is read.
+        """
+        held, self.engine = [self.engine], None
+
+        def destroy() -> None:
+            held.clear()
+            then()
+
+        thread = Thread(target=destroy, name=f"{self.name}-end", daemon=True)
+        thread.start()
+        return thread
 
 
 def _check(status: int, what: str) -> None:

@@ -76,18 +76,29 @@ class Mailbox:
         self._head[:] = signed(incarnation), generation, 0
         self._marks = self.memory[_MARKS:_FIRST_SLOT].view(np.int64)
         self._session, self._next = -1, 0
+        self._closed = False
 
     @property
     def address(self) -> int:
         return int(self.memory.ctypes.data)
 
+    def close(self) -> None:
+        """Take nothing more."""
+        self._closed = True
+
     def take(self) -> Iterator[tuple[str, bytes]]:
-        """(sender, payload) of what has come, in order. Raises TransferError for what is no message of the writer."""
+        """(sender, payload) of what has come, in order. Raises TransferError for what is no message of the writer, and
+        takes nothing more then.
+        """
+        if self._closed:
+            return
         first = int(self._marks[0])
         if first & 0xFFFFFFFF == 1 and first >> 32 > self._session:
             self._session, self._next, self._head[2] = first >> 32, 0, 0
         while int(self._marks[self._next % SLOTS]) == mark(self._session, self._next):
+            self._closed = True  # unless it is one
             letter = self._letter(slot_at(self._next))
+            self._closed = False
             self._next += 1
             self._head[2] = self._next
             yield letter.sender, letter.payload
