@@ -60,11 +60,12 @@ test: lint  ## Lint, strict types, tests
 	@$(MAKE) --no-print-directory -j 2 types fast
 	@$(MAKE) --no-print-directory real
 
-test-full: test  ## The tests, and what takes long: the exploration within its full bounds, thousands of seeds, layouts
+test-full: test install-bench  ## The tests, and what takes long: the exploration within its full bounds, thousands of seeds, layouts
 	KVFERRY_LAYOUT_CASES=10000 $(BIN)/python -m pytest -q tests/transfer/test_plan_layouts.py
 	$(BIN)/kvferry sim explore
 	$(BIN)/kvferry sim --first 1000 --seeds 5000
 	$(BIN)/python -m pytest -m full
+	$(BIN)/python -m pytest -m mooncake
 
 lint: install-dev
 	$(BIN)/ruff check .

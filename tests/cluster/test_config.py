@@ -96,7 +96,7 @@ def test_the_message_has_path_value_and_what_is_allowed(tmp_path: Path) -> None:
         ({"prefill": {"pp": 2, "stages": 15}}, "prefill.stages", 15, ["a list"]),
         ({"unified": {"stages": [30]}}, "unified.stages", [30], ["no such key"]),
         ({"prefill": {"tp": 3, "pp": 2}, "cluster": {"slots": 6}}, "cluster.slots", 6, ["0, or at least the 7 ranks"]),
-        ({"transfer": {"backend": "mooncake"}}, "transfer.backend", "mooncake", ["ucxx (in this version)"]),
+        ({"transfer": {"backend": "mori"}}, "transfer.backend", "mori", ["mooncake (in this version)"]),
         ({"model": {"dtype": "int3"}}, "model.dtype", "int3", ["float32"]),
         ({"prefill": {"chunk_tokens": 250}}, "prefill.chunk_tokens", 250, ["a multiple of model.page_size (16)"]),
         ({"prefill": {"page_size": 24}}, "prefill.chunk_tokens", 256, ["a multiple of prefill.page_size (24)"]),

@@ -125,7 +125,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "router.policy": ("predicted", "power_of_two", "round_robin", "random"),
     "router.dp_choice": ("follow_bootstrap_room", "load"),
     "transfer.policy": (EARLY, PREFILL_COMPLETE),
-    "transfer.backend": ("auto", "local", "ucx", "ucxx"),
+    "transfer.backend": ("auto", "local", "ucx", "ucxx", "mooncake"),
     "links.carrier": ("zmq", "ray"),
     "model.dtype": ("float32", "bfloat16", "float16"),
     "cluster.ingress": ("serve", "haproxy"),
@@ -180,17 +180,19 @@ def _single(config: Config) -> Iterator[Complaint]:
 
 
 def _wire(config: Config) -> Iterator[Complaint]:
-    value, ucxx = config.transfer.ib_device, config.transfer.backend == "ucxx"
-    if ucxx and config.transfer.transports not in ("host", "tcp"):
-        yield "transfer.transports", config.transfer.transports, "host or tcp, where transfer.backend is ucxx"
+    value, backend = config.transfer.ib_device, config.transfer.backend
+    over_tcp = backend in ("ucxx", "mooncake")
+    if over_tcp and config.transfer.transports not in ("host", "tcp"):
+        yield "transfer.transports", config.transfer.transports, f"host or tcp, where transfer.backend is {backend}"
     if value is None:
         return
     if wrong := check_form(value):
         yield "transfer.ib_device", value, wrong
     elif config.transfer.one_host:
         yield "transfer.ib_device", value, "null, where transfer.transports is host: nothing goes by a network device"
-    elif ucxx:
-        yield "transfer.ib_device", value, "null, where transfer.backend is ucxx: it takes the one that has our address"
+    elif over_tcp:
+        why = f"null, where transfer.backend is {backend}: it takes the one that has our address"
+        yield "transfer.ib_device", value, why
 
 
 def _chunk(config: Config) -> Iterator[Complaint]:

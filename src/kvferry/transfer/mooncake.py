@@ -1,4 +1,4 @@
-"""The `mooncake` backend: one-sided writes over tcp by Mooncake's TransferEngine. The engines are mooncake_driver's, and
+"""The `mooncake` backend: one-sided writes over tcp by Mooncake's TransferEngine. The engines are mooncake_driver's;
 docs/adr/0015 says what their API can prove.
 """
 

@@ -1,6 +1,6 @@
 """Mooncake's TransferEngine as we use it: its environment, its birth, what its descriptor carries.
 
-Every engine has a listener, connections and a thread of its own, and ends with its object: its thread is joined, so that
+Every engine has a listener, connections and a thread of its own, and ends with its object: its thread is joined, so
 nothing of what had come to it is placed any more and nothing of what it had to send is read. A target's engine has the
 regions registered, and refuses what lies outside; a writer's has nothing registered, so that nobody can write by it.
 

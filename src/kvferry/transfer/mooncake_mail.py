@@ -1,5 +1,5 @@
-"""Notifications of the `mooncake` backend: messages that the writer puts into memory of the target's, by the writes that
-the engine has anyway. (Its own notifications are sent by calls that block, for as long as a stopped peer stands still.)
+"""Notifications of the `mooncake` backend: messages that the writer puts into memory of the target's, by writes as any
+other. (The engine's own notifications are sent by calls that block for as long as a stopped peer stands still.)
 
 A mailbox begins with its owner's identity and the number of messages that were taken; then come SLOTS slots. A message
 is written into its slot, and when that is flushed, its mark; the target reads what is marked with the next number. A

@@ -209,9 +209,7 @@ class MooncakePeer:
 
     def _ask_taken(self) -> int:
         here, there = self._told[2:].ctypes.data, self._metadata.mailbox + TAKEN_AT
-        number: int = self.agent.engine.batch_transfer_async_read(
-            self._metadata.server, [here], [there], [TAKEN_BYTES]
-        )
+        number: int = self.agent.engine.batch_transfer_async_read(self._metadata.server, [here], [there], [TAKEN_BYTES])
         if number == 0:
             raise _TransferFailed("a transfer is refused")
         return number
