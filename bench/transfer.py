@@ -29,7 +29,10 @@ OURS = {
     "ucx": "transfer_ours:Ucx",
     "ucx tcp": "transfer_ours:UcxTcp",
     "ucxx": "transfer_ours:Ucxx",
+    "mooncake": "transfer_ours:Mooncake",
 }
+#: Of ours, what needs a package that is an extra.
+NEEDS = {"ucxx": "ucxx", "mooncake": "mooncake"}
 LIMITS = {
     "memmove": "transfer_ours:Memmove",
     "process_vm_writev": "transfer_ours:ProcessCopy",
@@ -44,7 +47,8 @@ IDLE_S = 5.0
 
 def contenders(only: Sequence[str]) -> list[Contender]:
     """Ours, the peers that are installed here, and the limits."""
-    found: list[Contender] = [Pair(name, ends) for name, ends in (OURS | LIMITS).items()]
+    there = {name: ends for name, ends in OURS.items() if importlib.util.find_spec(NEEDS.get(name, "kvferry"))}
+    found: list[Contender] = [Pair(name, ends) for name, ends in (there | LIMITS).items()]
     if importlib.util.find_spec("transfer_peers") is not None:
         found += importlib.import_module("transfer_peers").contenders()
     return [contender for contender in found if not only or contender.name in only]
@@ -146,6 +150,7 @@ def figures(runs: Runs) -> dict[str, object]:
         "ucx_scattered_vs_nixl_api": ("ucx", nixl),
         "tcp_scattered_vs_best_peer": ("ucx tcp", tcp_peer),
         "ucxx_scattered_vs_ucxx_api": ("ucxx", "UCXX tcp"),
+        "mooncake_scattered_vs_mooncake_api": ("mooncake", best(rates, [n for n in peers if n.startswith("Mooncake")])),
         "tcp_scattered_vs_raw_socket": ("ucx tcp", "raw socket"),
     }
     found: dict[str, object] = {key: other and ratio(rates, ours, other) for key, (ours, other) in pairs.items()}

@@ -24,6 +24,7 @@ from kvferry.transfer.contract import (
     encode_descriptor,
 )
 from kvferry.transfer.local import LocalEndpoint
+from kvferry.transfer.mooncake import MooncakeEndpoint
 from kvferry.transfer.plan import Pairing, pair, plan_pages
 from kvferry.transfer.shared import Area
 from kvferry.transfer.ucx import UcxEndpoint
@@ -127,6 +128,13 @@ class Ucxx(Ours):
 
     def endpoint_of(self, **options: Any) -> Endpoint:
         return UcxxEndpoint(**options)
+
+
+class Mooncake(Ours):
+    path = "tcp"
+
+    def endpoint_of(self, **options: Any) -> Endpoint:
+        return MooncakeEndpoint(**options)
 
 
 # --- limits ------------------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 NIXL: descriptor lists prepared once, a window of posted handles, its progress thread off; and as its examples use it.
 UCXX: tag messages of 2 MiB, gathered and scattered, since one message a page is six times slower. Mooncake: batches of
-1,024 blocks. Ray: a gathered array through the object store, and a gathered tensor through Direct Transport.
+1,024 blocks, and single transfers with its options set. Ray: a gathered array through the object store; through Direct
+Transport a gathered tensor, and the pages as they lie, both between registered tensors.
 """
 
 from __future__ import annotations
@@ -10,19 +11,23 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
+import time
 from collections import deque
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
 from transfer_parts import POOL_BYTES, REGION_BYTES, REGIONS, Contender, Ends, Pair, Work
-from transfer_ray import DirectTransport, ObjectStore
+from transfer_ray import DirectInPlace, DirectTransport, ObjectStore
 
 #: Pages of one NIXL handle and handles posted at a time; bytes of a UCXX message and messages under way; blocks of a
 #: Mooncake batch (4,096 fail).
 PAGES, HANDLES = 32, 8
 MESSAGE_BYTES, MESSAGES = 2 * 1024 * 1024, 4
 BLOCKS = 1024
+#: Mooncake's single transfers under way, and what neighbours are merged to at most.
+TRANSFERS, MERGED_BYTES = 128, 1024 * 1024
 
 
 def blocks(pages: list[int], page_bytes: int) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -196,7 +201,9 @@ class UcxxTcp(Ucxx):
 
 
 class Mooncake(Ends):
-    """Batches of its synchronous writes over tcp; a last word that the target sees change says that it is all there."""
+    """As SGLang uses it: batches of synchronous writes over tcp, which wait spinning. A last word that the target sees
+    change says that it is all there.
+    """
 
     path: ClassVar[str] = "tcp"
     environment: ClassVar[dict[str, str]] = {"MC_FORCE_TCP": "1", "MC_LOG_LEVEL": "ERROR", "GLOG_minloglevel": "2"}
@@ -227,18 +234,61 @@ class Mooncake(Ends):
     async def send(self, work: Work) -> None:
         source = (self.pool.base(0) + blocks(work.source_pages, work.page_bytes) * work.page_bytes).tolist()
         target = (self.there + blocks(work.target_pages, work.page_bytes) * work.page_bytes).tolist()
-        for first in range(0, len(source), BLOCKS):
-            here, there = source[first : first + BLOCKS], target[first : first + BLOCKS]
-            lengths = [work.page_bytes] * len(here)
-            self.check(self.engine.batch_transfer_sync_write(self.peer, here, there, lengths), "a batch")
+        self.write(source, target, work.page_bytes)
         self.rounds += 1
         self.word[0] = self.rounds
         self.check(self.engine.transfer_sync_write(self.peer, self.word.ctypes.data, self.word_there, 8), "the word")
+
+    def write(self, source: list[int], target: list[int], size_bytes: int) -> None:
+        for first in range(0, len(source), BLOCKS):
+            here, there = source[first : first + BLOCKS], target[first : first + BLOCKS]
+            self.check(
+                self.engine.batch_transfer_sync_write(self.peer, here, there, [size_bytes] * len(here)), "a batch"
+            )
 
     async def receive(self, work: Work) -> None:
         self.rounds += 1
         while self.word[0] < self.rounds:
             await asyncio.sleep(0.0005)
+
+
+class MooncakeTuned(Mooncake):
+    """Neighbours merged; single transfers, posted ahead and asked after; more connections, and larger pieces."""
+
+    environment: ClassVar[dict[str, str]] = Mooncake.environment | {
+        "MC_TCP_LANES_PER_PEER": "8",
+        "MC_TCP_SLICE_SIZE": "1048576",
+    }
+
+    def write(self, source: list[int], target: list[int], size_bytes: int) -> None:
+        posted: deque[int] = deque()
+        for here, there, length in merged(source, target, size_bytes):
+            while len(posted) >= TRANSFERS:
+                self.reap(posted)
+            posted.append(self.engine.transfer_submit_write(self.peer, here, there, length))
+        while posted:
+            self.reap(posted)
+
+    def reap(self, posted: deque[int]) -> None:
+        status = self.engine.transfer_check_status(posted[0])
+        if status == 1:
+            posted.popleft()
+        elif status == 0:
+            time.sleep(0.0001)
+        else:
+            raise RuntimeError(f"a transfer ended with {status}")
+
+
+def merged(source: list[int], target: list[int], size_bytes: int) -> Iterator[tuple[int, int, int]]:
+    """(source, target, bytes) of blocks that follow each other on both sides, up to MERGED_BYTES."""
+    first, count = 0, 0
+    for at in range(len(source) + 1):
+        count = at - first
+        follows = at < len(source) and source[at] == source[first] + count * size_bytes
+        follows = follows and target[at] == target[first] + count * size_bytes
+        if at and (not follows or (count + 1) * size_bytes > MERGED_BYTES):
+            yield source[first], target[first], count * size_bytes
+            first = at
 
 
 def contenders() -> list[Contender]:
@@ -251,5 +301,8 @@ def contenders() -> list[Contender]:
     if importlib.util.find_spec("ucxx") is not None:
         found += [Pair("UCXX", "transfer_peers:Ucxx"), Pair("UCXX tcp", "transfer_peers:UcxxTcp")]
     if importlib.util.find_spec("mooncake") is not None:
-        found.append(Pair("Mooncake", "transfer_peers:Mooncake"))
-    return [*found, ObjectStore(), DirectTransport()]
+        found += [
+            Pair("Mooncake, batches", "transfer_peers:Mooncake"),
+            Pair("Mooncake, tuned", "transfer_peers:MooncakeTuned"),
+        ]
+    return [*found, ObjectStore(), DirectTransport(), DirectInPlace()]

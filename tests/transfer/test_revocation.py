@@ -150,10 +150,11 @@ async def test_too_many_agents_are_refused_with_the_limit(make_site, tools):
     assert (await target.endpoint.accept(3)).agent != descriptor.agent
 
 
-async def test_many_writers_come_and_go_and_leave_no_descriptor_and_little_memory(make_site, tools):
+@pytest.mark.parametrize("kind", ["ucx-tcp", MOONCAKE])
+async def test_many_writers_come_and_go_and_leave_no_descriptor_and_little_memory(make_site, kind, tools):
     """Each cycle makes and deletes an agent at both ends (10 MB each while it lives)."""
-    target = await make_site("ucx-tcp", 0xB, tools.Memory())
-    source = await make_site("ucx-tcp", WRITER, tools.Memory(seed=1))
+    target = await make_site(kind, 0xB, tools.Memory())
+    source = await make_site(kind, WRITER, tools.Memory(seed=1))
     target.endpoint.expect(+1)
 
     async def cycle():

@@ -10,10 +10,12 @@ has failed isn't read any more.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
-from collections.abc import Callable, Sequence
-from threading import Lock, Thread
+import socket
+from collections.abc import Sequence
+from threading import Lock
 from typing import Annotated, Any
 
 import msgspec
@@ -68,7 +70,7 @@ def load() -> Any:
 
 
 class MooncakeAgent:
-    """One engine. Made and driven on one thread. `server` is its address."""
+    """One engine. Made, driven and deleted on one thread. `server` is its address."""
 
     def __init__(
         self, incarnation: int, generation: int, transports: str, host: str, memory: Sequence[tuple[int, int]]
@@ -88,20 +90,30 @@ class MooncakeAgent:
             _check(self.engine.batch_register_memory(addresses, sizes), f"{len(memory)} areas are not registered")
         self.server = f"{address}:{self.engine.get_rpc_port()}"
 
-    def delete(self, then: Callable[[], None]) -> Thread:
-        """Have the engine destroyed by the thread that is returned: it takes a second, in which its listener looks
-        whether it shall end. `then` is called there when nothing lands by this engine any more, and nothing that it had
-        to send is read.
-        """
-        held, self.engine = [self.engine], None
+    def delete(self) -> None:
+        """When this returns, nothing lands by this engine, and nothing that it had to send is read."""
+        if self.engine is None:
+            return
+        _wake(self.engine.get_rpc_port())
+        self.engine = None
 
-        def destroy() -> None:
-            held.clear()
-            then()
 
-        thread = Thread(target=destroy, name=f"{self.name}-end", daemon=True)
-        thread.start()
-        return thread
+def _wake(port: int) -> None:
+    """Shut what this process has open at that port of its own: an engine's thread looks there whether it shall end,
+    once a second, or when the one who talks to it is done. Meanwhile destroying it would hold Python's lock.
+    """
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
+        try:
+            descriptor = os.dup(int(name))
+        except OSError:  # closed meanwhile
+            continue
+        try:
+            with socket.socket(fileno=descriptor) as found:
+                if found.family in (socket.AF_INET, socket.AF_INET6) and found.getsockname()[1] == port:
+                    found.shutdown(socket.SHUT_RDWR)
+        except OSError as error:
+            if error.errno == errno.ENOTSOCK:
+                os.close(descriptor)
 
 
 def _check(status: int, what: str) -> None:

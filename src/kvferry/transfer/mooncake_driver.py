@@ -7,12 +7,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from threading import Thread
 from typing import ClassVar
 
 import msgspec
 
-from kvferry.transfer.contract import Descriptor, Revoked, TransferError
+from kvferry.transfer.contract import Descriptor, TransferError
 from kvferry.transfer.driver import DriverParts
 from kvferry.transfer.mooncake_agent import (
     BACKEND,
@@ -36,13 +35,12 @@ class MooncakeDriver(PollingDriver[MooncakePeer, MooncakeWrite, MooncakeAgent]):
     def __init__(self, parts: DriverParts, *, poll_busy_ms: float, poll_idle_ms: float) -> None:
         super().__init__(parts, PROOFS, poll_busy_ms=poll_busy_ms, poll_idle_ms=poll_idle_ms)
         self._receiving: dict[int, tuple[MooncakeAgent, Mailbox]] = {}  # by the writer's incarnation
-        self._going: set[Thread] = set()  # each deletes an agent
         self._open_to: list[tuple[int, int]] = []  # what the next agent's writer may write into
 
     # --- the thread ------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        self._delete(self._new_agent(), lambda: None)
+        self._new_agent().delete()
 
     def _poll(self) -> bool:
         progressed = False
@@ -69,8 +67,6 @@ class MooncakeDriver(PollingDriver[MooncakePeer, MooncakeWrite, MooncakeAgent]):
         for writer in list(self._receiving):
             self._shut_out(writer)
         self._peers = {}
-        for thread in list(self._going):
-            thread.join()  # what it has to say is the next command
 
     # --- agents ----------------------------------------------------------------------------------------------
 
@@ -79,17 +75,7 @@ class MooncakeDriver(PollingDriver[MooncakePeer, MooncakeWrite, MooncakeAgent]):
 
     @property
     def _live(self) -> int:
-        return len(self._receiving) + len(self._peers) + len(self._going)
-
-    def _delete(self, agent: MooncakeAgent, then: Callable[[], None]) -> None:
-        """And call `then` on this thread when it is gone."""
-
-        def gone() -> None:
-            self._going.discard(thread)
-            then()
-
-        thread = agent.delete(lambda: self.put(gone))
-        self._going.add(thread)
+        return len(self._receiving) + len(self._peers)
 
     # --- commands --------------------------------------------------------------------------------------------
 
@@ -104,24 +90,10 @@ class MooncakeDriver(PollingDriver[MooncakePeer, MooncakeWrite, MooncakeAgent]):
         agent, mailbox = self._receiving[writer]
         return agent, encoder.encode(MooncakeMetadata(self._transports, agent.server, mailbox.address))
 
-    def revoke(self, writer: int, on_done: Callable[[Revoked | None], None]) -> None:
-        """The proof comes when the engine is gone."""
-        generation = self._accepted.pop(writer, None)
-        proof = None if generation is None else Revoked(writer, generation)
-        self._shut_out(writer, lambda: self._deliver(lambda: on_done(proof)))
-
-    def _shut_out(self, writer: int, then: Callable[[], None] = lambda: None) -> None:
+    def _shut_out(self, writer: int) -> None:
         found = self._receiving.pop(writer, None)
-        if found is None:
-            then()
-            return
-        agent, mailbox = found
-
-        def gone() -> None:
-            mailbox.close()  # here, so that its memory is kept until now
-            then()
-
-        self._delete(agent, gone)
+        if found is not None:
+            found[0].delete()  # before the mailbox, whose memory it writes to
 
     def _connected(self, descriptor: Descriptor) -> MooncakePeer:
         peer, name = self._peers.get(descriptor.agent), descriptor.agent
@@ -139,7 +111,7 @@ class MooncakeDriver(PollingDriver[MooncakePeer, MooncakeWrite, MooncakeAgent]):
             raise TransferError(f"{name}: transports are {metadata.transports!r} there, {self._transports!r} here")
         peer = MooncakePeer(
             descriptor, metadata, self._next_agent(), self._regions, self._batch_bytes, self._now_s, self._deliver,
-            self.put, self._delete,
+            self.put,
         )  # fmt: skip
         self._peers[name] = peer
         return peer
@@ -155,6 +127,7 @@ class MooncakeDriver(PollingDriver[MooncakePeer, MooncakeWrite, MooncakeAgent]):
             peer.cancel(write)
 
     def disconnect(self, peer: MooncakePeer, on_done: Callable[[], None]) -> None:
-        peer.end("disconnected", lambda: self._deliver(on_done))
+        peer.end("disconnected")
+        self._deliver(on_done)
         if self._peers.get(peer.descriptor.agent) is peer:
             del self._peers[peer.descriptor.agent]

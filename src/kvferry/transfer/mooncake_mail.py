@@ -82,10 +82,6 @@ class Mailbox:
     def address(self) -> int:
         return int(self.memory.ctypes.data)
 
-    def close(self) -> None:
-        """Take nothing more."""
-        self._closed = True
-
     def take(self) -> Iterator[tuple[str, bytes]]:
         """(sender, payload) of what has come, in order. Raises TransferError for what is no message of the writer, and
         takes nothing more then.

@@ -58,9 +58,7 @@ class Note:
 
 
 class MooncakePeer:
-    """`broken` says why, once it is, and that is for good: its engine is going, or `gone`. A new connection is a new
-    object.
-    """
+    """`broken` says why, once it is, and that is for good: its engine is gone. A new connection is a new object."""
 
     def __init__(
         self,
@@ -72,13 +70,10 @@ class MooncakePeer:
         now_s: Callable[[], float],
         deliver: Deliver,
         put: Callable[[Callable[[], None]], None],
-        delete: Callable[[MooncakeAgent, Callable[[], None]], None],
     ) -> None:
-        """`put` has a call made soon on the driver's thread; `delete` deletes an agent, and then makes that call."""
+        """`put` has a call made soon on the driver's thread."""
         self._descriptor, self._metadata, self.agent, self._regions = descriptor, metadata, agent, regions
         self._batch_bytes, self._now_s, self._deliver, self._put = batch_bytes, now_s, deliver, put
-        self._delete = delete
-        self._on_gone: list[Callable[[], None]] = []
         self._work: deque[MooncakeWrite | Note] = deque()
         self._posted: deque[tuple[int, int]] = deque()  # (transfer, bytes), oldest first
         self._under_way_bytes = 0
@@ -87,7 +82,6 @@ class MooncakePeer:
         self._told = np.zeros(HEAD_WORDS, np.int64)
         self._ready = False
         self.broken = ""
-        self.gone = False
         Thread(target=self._open, args=(agent.engine,), name=f"{agent.name}-open", daemon=True).start()
 
     @property
@@ -99,7 +93,7 @@ class MooncakePeer:
         return bool(self._work)
 
     def write(self, write: MooncakeWrite) -> None:
-        if self.gone:
+        if self.broken:
             self._end(write, WriteOutcome.BROKEN, self.broken)
         else:
             self._work.append(write)
@@ -231,27 +225,19 @@ class MooncakePeer:
             self._posted.popleft()
         return ended > 0
 
-    def end(self, why: str, on_gone: Callable[[], None] | None = None) -> None:
-        """Delete the engine, which ends whatever is under way; only then are the writes told, and then `on_gone`."""
-        if on_gone is not None:
-            self._on_gone.append(on_gone)
-        if self.gone:
-            self._ended()
-        elif not self.broken:
-            self.broken = why
-            _log.info("%s: no longer connected to %s: %s", self.agent.name, self._descriptor.agent, why)
-            self._posted.clear()
-            self._delete(self.agent, self._ended)
-
-    def _ended(self) -> None:
-        self.gone = True
+    def end(self, why: str) -> None:
+        """Delete the engine, which ends whatever is under way; only then are the writes told."""
+        if self.broken:
+            return
+        self.broken = why
+        _log.info("%s: no longer connected to %s: %s", self.agent.name, self._descriptor.agent, why)
+        self._posted.clear()
+        self.agent.delete()
         self._held.clear()
         while self._work:
             work = self._work.popleft()
             if isinstance(work, MooncakeWrite):
-                self._end(work, WriteOutcome.BROKEN, self.broken)
-        while self._on_gone:
-            self._on_gone.pop()()
+                self._end(work, WriteOutcome.BROKEN, why)
 
     def _end(self, write: MooncakeWrite, outcome: WriteOutcome, error: str = "") -> None:
         write.end(outcome, error, self._now_s(), self._deliver)
