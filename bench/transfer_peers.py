@@ -294,15 +294,15 @@ def merged(source: list[int], target: list[int], size_bytes: int) -> Iterator[tu
 def contenders() -> list[Contender]:
     """Those whose packages are installed here."""
     found: list[Contender] = [
-        Pair("NIXL, prepared", "transfer_peers:Nixl"),
-        Pair("NIXL, default", "transfer_peers:NixlDefault"),
-        Pair("NIXL tcp, prepared", "transfer_peers:NixlTcp"),
+        Pair("NIXL prepared", "transfer_peers:Nixl"),
+        Pair("NIXL default", "transfer_peers:NixlDefault"),
+        Pair("NIXL tcp prepared", "transfer_peers:NixlTcp"),
     ]
     if importlib.util.find_spec("ucxx") is not None:
         found += [Pair("UCXX", "transfer_peers:Ucxx"), Pair("UCXX tcp", "transfer_peers:UcxxTcp")]
     if importlib.util.find_spec("mooncake") is not None:
         found += [
-            Pair("Mooncake, batches", "transfer_peers:Mooncake"),
-            Pair("Mooncake, tuned", "transfer_peers:MooncakeTuned"),
+            Pair("Mooncake batches", "transfer_peers:Mooncake"),
+            Pair("Mooncake tuned", "transfer_peers:MooncakeTuned"),
         ]
     return [*found, ObjectStore(), DirectTransport(), DirectInPlace()]

@@ -78,7 +78,7 @@ class NixlHolder(Holder):
 
     def pull_gathered(self, work: Work, source: Any) -> None:
         self._pull(source.source_gathered.remote(work), [self.buffer])
-        rows, numbers = self._rows(work.target_pages, work.page_bytes)
+        _, numbers = self._rows(work.target_pages, work.page_bytes)
         self.tensor.view(-1, work.page_bytes)[torch.from_numpy(numbers)] = self.buffer.view(-1, work.page_bytes)
 
     def pull_in_place(self, work: Work, source: Any) -> None:
@@ -139,7 +139,7 @@ class ObjectStore:
 class DirectTransport(ObjectStore):
     """The target pulls one tensor, which the source has gathered, and scatters it."""
 
-    name = "Ray Direct, gathered"
+    name = "Ray Direct gathered"
     holder = NixlHolder
 
     def begin(self, work: Work) -> Any:
@@ -149,7 +149,7 @@ class DirectTransport(ObjectStore):
 class DirectInPlace(DirectTransport):
     """The target pulls a list of tensors, one for each page, from where they lie to where they shall lie."""
 
-    name = "Ray Direct, in place"
+    name = "Ray Direct in place"
 
     def begin(self, work: Work) -> Any:
         return self.target.pull_in_place.remote(work, self.source)
