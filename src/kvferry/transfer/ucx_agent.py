@@ -34,18 +34,25 @@ OWN_DEVICE = "own"
 
 
 class Transport(msgspec.Struct, frozen=True):
-    """UCX_TLS and UCX_NET_DEVICES ("" = not pinned, or `OWN_DEVICE`), and what they can prove."""
+    """UCX_TLS and UCX_NET_DEVICES ("" = not pinned, or `OWN_DEVICE`), what they can prove, and other variables of UCX
+    that are set unless they are set already.
+    """
 
     tls: str
     devices: str
     proofs: Proofs
+    others: tuple[tuple[str, str], ...] = ()
+
+
+#: Whole pages in a segment, sent from where they lie: a tenth faster than with UCX's own 8 and 64 KiB.
+_TCP_OPTIONS = (("UCX_TCP_TX_SEG_SIZE", "256k"), ("UCX_TCP_RX_SEG_SIZE", "256k"), ("UCX_ZCOPY_THRESH", "0"))
 
 
 #: Over CMA a stopped writer copies on when it continues, whatever became of our agent: revoking proves nothing.
 #: Over tcp a dead writer's bytes may wait in our socket: its exit proves nothing until our agent is gone.
 TRANSPORTS = {
     "host": Transport("cma,tcp,self", "lo", Proofs(drained=True, exited=True, revoked=False)),
-    "tcp": Transport("tcp", OWN_DEVICE, Proofs(drained=True, exited=False, revoked=True)),
+    "tcp": Transport("tcp", OWN_DEVICE, Proofs(drained=True, exited=False, revoked=True), _TCP_OPTIONS),
 }
 
 
@@ -130,6 +137,8 @@ def open_agent(
         taken = devices or (device_of(host) if chosen.devices == OWN_DEVICE else chosen.devices)
         if taken:
             os.environ["UCX_NET_DEVICES"] = taken
+        for variable, value in chosen.others:
+            os.environ.setdefault(variable, value)
         os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
         os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
         # Not `import nixl`: that imports torch and picks the build for the newest CUDA.
