@@ -10,7 +10,9 @@ the same round gave: this kind of machine changes its speed by a factor of two w
 from __future__ import annotations
 
 import importlib.util
+import os
 import random
+import signal
 import statistics
 import sys
 import time
@@ -73,13 +75,17 @@ class Runs:
             print(f"opening {contender.name}", file=sys.stderr, flush=True)
             if self._tried(contender, contender.open):
                 self.live.append(contender)
+                let(contender, go=False)
         try:
             for case in CASES:
+                print(f"{len(self.live)} take turns: pages of {case[0]}", file=sys.stderr, flush=True)
                 for round_number in range(-1, self._rounds):  # the first warms up, and is checked
                     self._round(case, round_number)
             before_the_end()
         finally:
             for contender in self.all:
+                if contender in self.live:
+                    let(contender, go=True)
                 self._tried(contender, contender.close)
 
     def _round(self, case: tuple[int, bool], number: int) -> None:
@@ -87,8 +93,11 @@ class Runs:
         todo = work(page_tokens, scattered, seed=number + 2)
         for contender in random.sample(self.live, len(self.live)):
             step = self._check if number < 0 else self._move
+            let(contender, go=True)
             if not self._tried(contender, partial(step, case, contender, todo)):
                 self.live.remove(contender)
+            else:
+                let(contender, go=False)
 
     def _move(self, case: tuple[int, bool], contender: Contender, todo: Work) -> None:
         self.rates[case].setdefault(contender.name, []).append(REQUEST_BYTES / contender.move(todo) / 1e9)
@@ -107,6 +116,15 @@ class Runs:
             print(f"{contender.name} is out: {self.out[contender.name]}", file=sys.stderr, flush=True)
             return False
         return True
+
+
+def let(contender: Contender, go: bool) -> None:
+    """Stop or continue the processes of one that uses the CPU while nothing moves: the others shall have it."""
+    for pid in contender.pids() if contender.spins else ():
+        try:
+            os.kill(pid, signal.SIGCONT if go else signal.SIGSTOP)
+        except ProcessLookupError:
+            return
 
 
 def idle_percent(found: Sequence[Contender]) -> dict[str, float]:

@@ -91,10 +91,11 @@ class Ends:
     methods; what blocks may block, nothing else runs in that process. Both ends of a pair run at the same time.
 
     `path` is what the bytes travel by: "host" (any way within one host) or "tcp". `environment` is set before anything
-    is imported for it. Between rounds an end must not use the CPU.
+    is imported for it. Between rounds an end must not use the CPU; one that `spins` does, and is stopped.
     """
 
     path: ClassVar[str] = "host"
+    spins: ClassVar[bool] = False
     environment: ClassVar[dict[str, str]] = {}
 
     def __init__(self) -> None:
@@ -133,6 +134,7 @@ class Contender(Protocol):
 
     name: str
     path: str
+    spins: bool
 
     def open(self) -> None: ...
     def move(self, work: Work) -> float:
@@ -156,7 +158,8 @@ class Pair:
     def __init__(self, name: str, ends: str) -> None:
         self.name, self._ends = name, ends
         module, _, kind = ends.partition(":")
-        self.path = getattr(importlib.import_module(module), kind).path
+        found = getattr(importlib.import_module(module), kind)
+        self.path, self.spins = found.path, found.spins
         self._sides: dict[str, tuple[Any, Connection]] = {}
 
     def open(self) -> None:

@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 from transfer_parts import POOL_BYTES, REGION_BYTES, REGIONS, Contender, Ends, Pair, Work
-from transfer_ray import DirectInPlace, DirectTransport, ObjectStore
 
 #: Pages of one NIXL handle and handles posted at a time; bytes of a UCXX message and messages under way; blocks of a
 #: Mooncake batch (4,096 fail).
@@ -115,6 +114,7 @@ class NixlDefault(Nixl):
     """As its examples use it: the progress thread on, one transfer of all pages, with its notification."""
 
     progress_thread = True
+    spins: ClassVar[bool] = True
 
     async def send(self, work: Work) -> None:
         source, target = (self.rows(work.page_bytes, base) for base in (self.pool.base(0), self.there))
@@ -293,6 +293,9 @@ def merged(source: list[int], target: list[int], size_bytes: int) -> Iterator[tu
 
 def contenders() -> list[Contender]:
     """Those whose packages are installed here."""
+    # Here, so that the processes of the others, which import this file, do not import Ray.
+    from transfer_ray import DirectInPlace, DirectTransport, ObjectStore
+
     found: list[Contender] = [
         Pair("NIXL prepared", "transfer_peers:Nixl"),
         Pair("NIXL default", "transfer_peers:NixlDefault"),

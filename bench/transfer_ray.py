@@ -95,6 +95,7 @@ class ObjectStore:
 
     name = "Ray object store"
     path = "host"
+    spins = False
     holder: type[Holder] = Holder
 
     def open(self) -> None:
@@ -103,6 +104,7 @@ class ObjectStore:
             ray.init(
                 address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error",
                 object_store_memory=2**30, runtime_env={"env_vars": {"PYTHONPATH": paths}},
+                _system_config={"worker_niceness": 0},  # of 15 by itself: it would get nothing beside the others
             )  # fmt: skip
         kind = ray.remote(num_cpus=0, enable_tensor_transport=True)(self.holder)
         self.source, self.target = kind.remote(), kind.remote()
@@ -140,6 +142,7 @@ class DirectTransport(ObjectStore):
     """The target pulls one tensor, which the source has gathered, and scatters it."""
 
     name = "Ray Direct gathered"
+    spins = True  # Ray has NIXL's progress thread on
     holder = NixlHolder
 
     def begin(self, work: Work) -> Any:
