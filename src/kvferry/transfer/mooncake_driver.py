@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
+from threading import Thread
 from typing import ClassVar
 
 import msgspec
@@ -26,6 +27,9 @@ from kvferry.transfer.mooncake_mail import MAIL_BYTES, Mailbox
 from kvferry.transfer.mooncake_peer import MooncakePeer, MooncakeWrite
 from kvferry.transfer.polling import PollingDriver
 
+#: What a closing endpoint waits at most for peers that are being opened: a target that stands still doesn't answer.
+_PARTING_S = 3.0
+
 _log = logging.getLogger(__name__)
 
 
@@ -35,6 +39,7 @@ class MooncakeDriver(PollingDriver[MooncakePeer, MooncakeWrite, MooncakeAgent]):
     def __init__(self, parts: DriverParts, *, poll_busy_ms: float, poll_idle_ms: float) -> None:
         super().__init__(parts, PROOFS, poll_busy_ms=poll_busy_ms, poll_idle_ms=poll_idle_ms)
         self._receiving: dict[int, tuple[MooncakeAgent, Mailbox]] = {}  # by the writer's incarnation
+        self._openings: list[Thread] = []
         self._open_to: list[tuple[int, int]] = []  # what the next agent's writer may write into
 
     # --- the thread ------------------------------------------------------------------------------------------
@@ -66,6 +71,9 @@ class MooncakeDriver(PollingDriver[MooncakePeer, MooncakeWrite, MooncakeAgent]):
             peer.end(self._failure)
         for writer in list(self._receiving):
             self._shut_out(writer)
+        until_s = self._now_s() + _PARTING_S
+        for opening in self._openings:
+            opening.join(max(0.0, until_s - self._now_s()))
         self._peers = {}
 
     # --- agents ----------------------------------------------------------------------------------------------
@@ -114,6 +122,7 @@ class MooncakeDriver(PollingDriver[MooncakePeer, MooncakeWrite, MooncakeAgent]):
             self.put,
         )  # fmt: skip
         self._peers[name] = peer
+        self._openings = [*(opening for opening in self._openings if opening.is_alive()), peer.opening]
         return peer
 
     def write(self, peer: MooncakePeer, write: MooncakeWrite) -> None:

@@ -58,7 +58,9 @@ class Note:
 
 
 class MooncakePeer:
-    """`broken` says why, once it is, and that is for good: its engine is gone. A new connection is a new object."""
+    """`broken` says why, once it is, and that is for good: its engine is gone, or goes when the thread `opening` ends,
+    which reads no region. A new connection is a new object.
+    """
 
     def __init__(
         self,
@@ -82,7 +84,8 @@ class MooncakePeer:
         self._told = np.zeros(HEAD_WORDS, np.int64)
         self._ready = False
         self.broken = ""
-        Thread(target=self._open, args=(agent.engine,), name=f"{agent.name}-open", daemon=True).start()
+        self.opening = Thread(target=self._open, args=(agent.engine,), name=f"{agent.name}-open", daemon=True)
+        self.opening.start()
 
     @property
     def descriptor(self) -> Descriptor:
