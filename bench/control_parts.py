@@ -43,7 +43,7 @@ class ZeroCostEngine:
 
     def regions(self) -> tuple[Region, ...]:
         pages = tuple(
-            Region(RegionKind.PAGES, part, 0, pool.ctypes.data, pool[0].nbytes, LIMITS.pages, 0, 1)
+            Region(RegionKind.PAGES, part, 0, pool.ctypes.data, pool[0].nbytes, LIMITS.pages, 0, 1, PAGE_SIZE)
             for part, pool in zip("kv", self._pool, strict=True)
         )
         base, size = self._rows.ctypes.data, ROW_BYTES
