@@ -4,7 +4,7 @@
 All contenders stay open and take turns in each round, in an order that is drawn anew, and ratios are medians of what
 the same round gave: this kind of machine changes its speed by a factor of two while one watches.
 
-    python bench/transfer.py [--rounds 7] [--only local,memmove] [--report docs] [--json]
+    python bench/transfer.py [--rounds 11] [--only local,memmove] [--report docs] [--json]
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def shown(runs: Runs) -> dict[str, dict[str, float]]:
 
 def main() -> int:
     parser = arguments(__doc__)
-    parser.add_argument("--rounds", type=int, default=7, help="of each case (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=11, help="of each case (%(default)s)")
     parser.add_argument("--report", help="a folder: transfer.md and transfer.png are written there")
     parser.add_argument("--only", default="", help="names of contenders, with commas between")
     options = parser.parse_args()
