@@ -14,28 +14,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
-from kvferry.transfer.contract import Descriptor, OnNotify, Peer, Proofs, Region, Revoked, TransferError
+from kvferry.transfer.contract import Descriptor, OnNotify, Proofs, Region, Revoked, TransferError
+from kvferry.transfer.queued_peer import Agent, Deliver, QueuedPeer
 from kvferry.transfer.write import Write
-
-#: Runs a call on the endpoint's loop; called on the driver's thread.
-Deliver = Callable[[Callable[[], None]], None]
 
 _log = logging.getLogger(__name__)
 
 
-class Agent(Protocol):
-    """What every backend's agent has."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def generation(self) -> int: ...
-
-
 T = TypeVar("T")
-P = TypeVar("P", bound=Peer)
+P = TypeVar("P", bound=QueuedPeer[Any, Any])
 W = TypeVar("W", bound=Write)
 A = TypeVar("A", bound=Agent)
 
@@ -179,16 +168,36 @@ class Driver(ABC, Generic[P, W, A]):
     def _shut_out(self, writer: int) -> None:
         """Destroy the writer's receiving agent, if there is one: then nothing that comes by it is placed."""
 
-    @abstractmethod
     def _connected(self, descriptor: Descriptor) -> P:
         """The peer of this descriptor, connected now or before. Raises TransferError when it is refused."""
+        peer = self._peers.get(descriptor.agent)
+        if peer is None:
+            peer = self._peers[descriptor.agent] = self._connect(descriptor)
+        elif peer.descriptor != descriptor:
+            raise TransferError(f"{descriptor.agent}: connected already, with another descriptor")
+        return peer
 
     @abstractmethod
-    def write(self, peer: P, write: W) -> None: ...
+    def _connect(self, descriptor: Descriptor) -> P:
+        """A new peer. Raises TransferError as `_next_agent`, and when the descriptor is refused."""
+
+    def write(self, peer: P, write: W) -> None:
+        peer.write(write)
+        self._stir(peer)
+
+    def notify(self, peer: P, payload: bytes) -> None:
+        peer.notify(payload)
+        self._stir(peer)
+
+    def cancel(self, write: W) -> None:
+        for peer in self._peers.values():
+            peer.cancel(write)
+            self._stir(peer)
+
     @abstractmethod
-    def notify(self, peer: P, payload: bytes) -> None: ...
-    @abstractmethod
-    def cancel(self, write: W) -> None: ...
+    def _stir(self, peer: P) -> None:
+        """There may be something to do for it."""
+
     @abstractmethod
     def expect(self, change: int) -> None: ...
     @abstractmethod

@@ -10,8 +10,6 @@ from functools import partial
 from threading import Thread
 from typing import ClassVar
 
-import msgspec
-
 from kvferry.transfer.contract import Descriptor, TransferError
 from kvferry.transfer.driver import DriverParts
 from kvferry.transfer.mooncake_agent import (
@@ -25,6 +23,7 @@ from kvferry.transfer.mooncake_agent import (
 )
 from kvferry.transfer.mooncake_mail import MAIL_BYTES, Mailbox
 from kvferry.transfer.mooncake_peer import MooncakePeer, MooncakeWrite
+from kvferry.transfer.names import metadata_of
 from kvferry.transfer.polling import PollingDriver
 
 #: What a closing endpoint waits at most for peers that are being opened: a target that stands still doesn't answer.
@@ -61,10 +60,6 @@ class MooncakeDriver(PollingDriver[MooncakePeer, MooncakeWrite, MooncakeAgent]):
             if peer.broken:
                 del self._peers[name]
         return progressed
-
-    @property
-    def _busy(self) -> bool:
-        return any(peer.busy for peer in self._peers.values())
 
     def _delete_all(self) -> None:
         for peer in self._peers.values():
@@ -103,37 +98,14 @@ class MooncakeDriver(PollingDriver[MooncakePeer, MooncakeWrite, MooncakeAgent]):
         if found is not None:
             found[0].delete()  # before the mailbox, whose memory it writes to
 
-    def _connected(self, descriptor: Descriptor) -> MooncakePeer:
-        peer, name = self._peers.get(descriptor.agent), descriptor.agent
-        if peer is not None and peer.descriptor != descriptor:
-            raise TransferError(f"{name}: connected already, with another descriptor")
-        return peer or self._connect(descriptor)
-
     def _connect(self, descriptor: Descriptor) -> MooncakePeer:
-        name = descriptor.agent
-        try:
-            metadata = metadata_decoder.decode(descriptor.metadata)
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise TransferError(f"{name}: metadata does not decode: {error}") from None
-        if metadata.transports != self._transports:
-            raise TransferError(f"{name}: transports are {metadata.transports!r} there, {self._transports!r} here")
+        metadata = metadata_of(descriptor, metadata_decoder, self._transports)
         peer = MooncakePeer(
             descriptor, metadata, self._next_agent(), self._regions, self._batch_bytes, self._now_s, self._deliver,
             self.put,
         )  # fmt: skip
-        self._peers[name] = peer
         self._openings = [*(opening for opening in self._openings if opening.is_alive()), peer.opening]
         return peer
-
-    def write(self, peer: MooncakePeer, write: MooncakeWrite) -> None:
-        peer.write(write)
-
-    def notify(self, peer: MooncakePeer, payload: bytes) -> None:
-        peer.notify(payload)
-
-    def cancel(self, write: MooncakeWrite) -> None:
-        for peer in self._peers.values():
-            peer.cancel(write)
 
     def disconnect(self, peer: MooncakePeer, on_done: Callable[[], None]) -> None:
         peer.end("disconnected")

@@ -16,7 +16,6 @@ from threading import Thread
 import numpy as np
 
 from kvferry.transfer.contract import Descriptor, Region, Spans, WriteOutcome, WriteResult
-from kvferry.transfer.driver import Deliver
 from kvferry.transfer.mooncake_agent import MooncakeAgent, MooncakeMetadata
 from kvferry.transfer.mooncake_mail import (
     HEAD_WORDS,
@@ -29,6 +28,7 @@ from kvferry.transfer.mooncake_mail import (
     signed,
     slot_at,
 )
+from kvferry.transfer.queued_peer import Deliver, QueuedPeer
 from kvferry.transfer.spans import addresses, cut
 from kvferry.transfer.write import Write
 
@@ -49,18 +49,8 @@ class MooncakeWrite(Write):
         self.rows: deque[tuple[int, int, int]] | None = None  # (source, target, bytes), not posted; None: not cut yet
 
 
-class Note:
-    """A notification on its way: `steps` are what is still to be written, one after the other."""
-
-    def __init__(self, payload: bytes) -> None:
-        self.payload = payload
-        self.steps: deque[tuple[np.ndarray, int]] | None = None
-
-
-class MooncakePeer:
-    """`broken` says why, once it is, and that is for good: its engine is gone, or goes when the thread `opening` ends,
-    which reads no region. A new connection is a new object.
-    """
+class MooncakePeer(QueuedPeer[MooncakeWrite, MooncakeAgent]):
+    """Once it is `broken` its engine is gone, or goes when the thread `opening` ends, which reads no region."""
 
     def __init__(
         self,
@@ -74,45 +64,17 @@ class MooncakePeer:
         put: Callable[[Callable[[], None]], None],
     ) -> None:
         """`put` has a call made soon on the driver's thread."""
-        self._descriptor, self._metadata, self.agent, self._regions = descriptor, metadata, agent, regions
-        self._batch_bytes, self._now_s, self._deliver, self._put = batch_bytes, now_s, deliver, put
-        self._work: deque[MooncakeWrite | Note] = deque()
+        super().__init__(descriptor, agent, now_s, deliver)
+        self._metadata, self._regions, self._batch_bytes, self._put = metadata, regions, batch_bytes, put
         self._posted: deque[tuple[int, int]] = deque()  # (transfer, bytes), oldest first
         self._under_way_bytes = 0
-        self._held: list[np.ndarray] = []  # what a posted note reads from
+        self._letter: deque[tuple[np.ndarray, int]] | None = None  # of the first notification: not posted; (data, at)
+        self._held: list[np.ndarray] = []  # what its posted part reads from
         self._sent = self._taken = 0  # notifications of this session
         self._told = np.zeros(HEAD_WORDS, np.int64)
         self._ready = False
-        self.broken = ""
         self.opening = Thread(target=self._open, args=(agent.engine,), name=f"{agent.name}-open", daemon=True)
         self.opening.start()
-
-    @property
-    def descriptor(self) -> Descriptor:
-        return self._descriptor
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._work)
-
-    def write(self, write: MooncakeWrite) -> None:
-        if self.broken:
-            self._end(write, WriteOutcome.BROKEN, self.broken)
-        else:
-            self._work.append(write)
-
-    def notify(self, payload: bytes) -> None:
-        if self.broken:
-            _log.warning("%s: notification to %s dropped: %s", self.agent.name, self._descriptor.agent, self.broken)
-        else:
-            self._work.append(Note(payload))
-
-    def cancel(self, write: MooncakeWrite) -> None:
-        """One that waits behind others has nothing to wait for. The first is ended by its next turn."""
-        write.cancelled = True
-        if write in self._work and self._work[0] is not write:  # nothing of it is posted
-            self._work.remove(write)
-            self._end(write, WriteOutcome.CANCELLED)
 
     # --- the opening -----------------------------------------------------------------------------------------
 
@@ -142,7 +104,7 @@ class MooncakePeer:
         first = self._work[0]
         try:
             moved = self._reap(first)
-            return (self._write(first) if isinstance(first, MooncakeWrite) else self._note(first)) or moved
+            return (self._note(first) if isinstance(first, bytes) else self._write(first)) or moved
         except _TransferFailed as failure:
             self.end(f"{self._descriptor.agent}: {failure}")
             return True
@@ -173,25 +135,26 @@ class MooncakePeer:
         target = addresses(pieces, self._descriptor.regions, "target")
         return deque(zip(source.tolist(), target.tolist(), pieces["length"].tolist(), strict=True))
 
-    def _note(self, note: Note) -> bool:
+    def _note(self, payload: bytes) -> bool:
         """Wait for a free slot, write the message, then its mark: each when what was before it is flushed."""
         if self._posted:
             return False
         self._taken = max(self._taken, int(self._told[2]))
-        if note.steps is None and self._sent - self._taken >= SLOTS:
+        if self._letter is None and self._sent - self._taken >= SLOTS:
             self._told[2] = 0
             self._posted.append((self._ask_taken(), 0))
             return False
-        if note.steps is None:
-            letter = np.frombuffer(letter_bytes(self.agent.name, note.payload), np.uint8)
+        if self._letter is None:
+            letter = np.frombuffer(letter_bytes(self.agent.name, payload), np.uint8)
             number = np.array([mark(self.agent.generation, self._sent)], np.int64)
-            note.steps = deque([(letter, slot_at(self._sent)), (number, mark_at(self._sent))])
-        if note.steps:
-            data, at = note.steps.popleft()
+            self._letter = deque([(letter, slot_at(self._sent)), (number, mark_at(self._sent))])
+        if self._letter:
+            data, at = self._letter.popleft()
             self._held = [data]
             self._post(data.ctypes.data, self._metadata.mailbox + at, data.nbytes)
         else:
             self._work.popleft()
+            self._letter = None
             self._sent += 1
         return True
 
@@ -211,7 +174,7 @@ class MooncakePeer:
             raise _TransferFailed("a transfer is refused")
         return number
 
-    def _reap(self, first: MooncakeWrite | Note) -> bool:
+    def _reap(self, first: MooncakeWrite | bytes) -> bool:
         """Take what has ended, oldest first: they end nearly in order."""
         ended = 0
         for number, size_bytes in self._posted:
@@ -222,7 +185,7 @@ class MooncakePeer:
                 break
             ended += 1
             self._under_way_bytes -= size_bytes
-            if isinstance(first, MooncakeWrite):
+            if not isinstance(first, bytes):
                 first.flushed_bytes += size_bytes
         for _ in range(ended):
             self._posted.popleft()
@@ -237,13 +200,7 @@ class MooncakePeer:
         self._posted.clear()
         self.agent.delete()
         self._held.clear()
-        while self._work:
-            work = self._work.popleft()
-            if isinstance(work, MooncakeWrite):
-                self._end(work, WriteOutcome.BROKEN, why)
-
-    def _end(self, write: MooncakeWrite, outcome: WriteOutcome, error: str = "") -> None:
-        write.end(outcome, error, self._now_s(), self._deliver)
+        self._end_all(why)
 
 
 class _TransferFailed(Exception):

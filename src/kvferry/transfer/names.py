@@ -1,6 +1,10 @@
-"""What the name of an agent says, and whether a descriptor holds to it."""
+"""What a descriptor says of itself: its agent's name, its metadata; and whether they hold to what they must."""
 
 from __future__ import annotations
+
+from typing import Protocol, TypeVar
+
+import msgspec
 
 from kvferry.transfer.contract import Descriptor, TransferError
 
@@ -31,3 +35,23 @@ def check_descriptor(descriptor: Descriptor, backend: str, incarnation: int, kin
         )
     if descriptor.incarnation == incarnation:
         raise TransferError(f"{name}: can't connect to itself")
+
+
+class Metadata(Protocol):
+    @property
+    def transports(self) -> str: ...
+
+
+M = TypeVar("M", bound=Metadata)
+
+
+def metadata_of(descriptor: Descriptor, decoder: msgspec.msgpack.Decoder[M], transports: str) -> M:
+    """Of a backend that both ends have to run over the same `transports`. Raises TransferError."""
+    name = descriptor.agent
+    try:
+        metadata = decoder.decode(descriptor.metadata)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise TransferError(f"{name}: metadata does not decode: {error}") from None
+    if metadata.transports != transports:
+        raise TransferError(f"{name}: transports are {metadata.transports!r} there, {transports!r} here")
+    return metadata

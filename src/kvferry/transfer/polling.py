@@ -6,13 +6,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from queue import Empty
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from kvferry.transfer.contract import Peer, Proofs
-from kvferry.transfer.driver import Agent, Driver, DriverParts
+from kvferry.transfer.contract import Proofs
+from kvferry.transfer.driver import Driver, DriverParts
+from kvferry.transfer.queued_peer import Agent, QueuedPeer
 from kvferry.transfer.write import Write
 
-P = TypeVar("P", bound=Peer)
+P = TypeVar("P", bound=QueuedPeer[Any, Any])
 W = TypeVar("W", bound=Write)
 A = TypeVar("A", bound=Agent)
 
@@ -34,9 +35,8 @@ class PollingDriver(Driver[P, W, A]):
         """Look at everybody once, and give whoever has work a turn. True when anything moved."""
 
     @property
-    @abstractmethod
     def _busy(self) -> bool:
-        """Something is under way."""
+        return any(peer.busy for peer in self._peers.values())
 
     def _pause_s(self) -> float:
         return self._busy_s if self._expecting > 0 or self._busy else self._idle_s
@@ -49,6 +49,9 @@ class PollingDriver(Driver[P, W, A]):
                 command = self._commands.get_nowait()
         except Empty:
             return
+
+    def _stir(self, peer: P) -> None:
+        """Its turn comes anyway."""
 
     def expect(self, change: int) -> None:
         self._expecting += change

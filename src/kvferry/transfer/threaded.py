@@ -24,12 +24,13 @@ from kvferry.transfer.contract import (
 )
 from kvferry.transfer.driver import Driver, DriverParts
 from kvferry.transfer.names import check_descriptor
+from kvferry.transfer.queued_peer import QueuedPeer
 from kvferry.transfer.spans import check_spans
 from kvferry.transfer.work import Work, spans_in
 from kvferry.transfer.write import Write
 
 T = TypeVar("T")
-P = TypeVar("P", bound=Peer)
+P = TypeVar("P", bound=QueuedPeer[Any, Any])
 W = TypeVar("W", bound=Write)
 
 _log = logging.getLogger(__name__)

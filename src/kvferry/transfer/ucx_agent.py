@@ -23,7 +23,7 @@ import numpy as np
 from kvferry.transfer.contract import Descriptor, Proofs, Region, TransferError
 from kvferry.transfer.devices import device_of
 from kvferry.transfer.driver import describe
-from kvferry.transfer.names import agent_name
+from kvferry.transfer.names import agent_name, metadata_of
 from kvferry.transfer.spans import region_bytes
 
 BACKEND = "ucx"
@@ -154,12 +154,7 @@ def open_agent(
 def add_peer(agent: Any, transports: str, descriptor: Descriptor) -> None:
     """Make a peer known to the agent. Raises TransferError, and then leaves nothing behind."""
     name = descriptor.agent
-    try:
-        metadata = _decoder.decode(descriptor.metadata)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise TransferError(f"{name}: metadata does not decode: {error}") from None
-    if metadata.transports != transports:
-        raise TransferError(f"{name}: transports are {metadata.transports!r} there, {transports!r} here")
+    metadata = metadata_of(descriptor, _decoder, transports)
     if transports == "host":
         _check_reach(name, metadata.pid, descriptor.regions)
     refused: tuple[type[Exception], ...] = (*nixl_errors(), UnicodeDecodeError)  # the last: the name in it is no text

@@ -62,10 +62,6 @@ class UcxDriver(PollingDriver[UcxPeer, UcxWrite, Agent]):
         """Peers with writes under way drive themselves, when they look after them; all must be driven at times."""
         return [*self._receiving.values(), *(peer.agent for peer in self._peers.values())]
 
-    @property
-    def _busy(self) -> bool:
-        return any(peer.busy for peer in self._peers.values())
-
     def _pause_s(self) -> float:
         if self._parting > 0 and self._expecting <= 0 and not self._busy:
             self._parting -= 1
@@ -102,31 +98,21 @@ class UcxDriver(PollingDriver[UcxPeer, UcxWrite, Agent]):
 
     def _connected(self, descriptor: Descriptor) -> UcxPeer:
         peer = self._peers.get(descriptor.agent)
-        if peer is not None and peer.broken and not peer.gone:
-            raise TransferError(f"{descriptor.agent}: broken, and its last writes have not ended: {peer.broken}")
-        if peer is None or peer.gone:
-            agent = self._next_agent()
-            try:
-                add_peer(agent.nixl, self._transports, descriptor)
-            except TransferError:
-                self._spare = agent
-                raise
-            waits = not self._proofs.revoked
-            peer = UcxPeer(descriptor, agent, self._regions, self._batch_bytes, self._now_s, self._deliver, waits)
-            self._peers[descriptor.agent] = peer
-        elif peer.descriptor != descriptor:
-            raise TransferError(f"{descriptor.agent}: connected already, with another descriptor")
-        return peer
+        if peer is not None and peer.broken:
+            if not peer.gone:
+                raise TransferError(f"{descriptor.agent}: broken, and its last writes have not ended: {peer.broken}")
+            del self._peers[descriptor.agent]
+        return super()._connected(descriptor)
 
-    def write(self, peer: UcxPeer, write: UcxWrite) -> None:
-        peer.write(write)
-
-    def notify(self, peer: UcxPeer, payload: bytes) -> None:
-        peer.notify(payload)
-
-    def cancel(self, write: UcxWrite) -> None:
-        for peer in self._peers.values():
-            peer.cancel(write)
+    def _connect(self, descriptor: Descriptor) -> UcxPeer:
+        agent = self._next_agent()
+        try:
+            add_peer(agent.nixl, self._transports, descriptor)
+        except TransferError:
+            self._spare = agent
+            raise
+        waits = not self._proofs.revoked
+        return UcxPeer(descriptor, agent, self._regions, self._batch_bytes, self._now_s, self._deliver, waits)
 
     def disconnect(self, peer: UcxPeer, on_done: Callable[[], None]) -> None:
         peer.end("disconnected")

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from kvferry.transfer.contract import Descriptor, Region, Spans, WriteOutcome, WriteResult
-from kvferry.transfer.driver import Deliver, describe
+from kvferry.transfer.driver import describe
+from kvferry.transfer.queued_peer import Deliver, QueuedPeer
 from kvferry.transfer.spans import addresses, split, total_bytes
 from kvferry.transfer.ucx_agent import Agent, nixl_errors
 from kvferry.transfer.write import Write
@@ -40,9 +41,9 @@ class UcxWrite(Write):
         self.posted: deque[tuple[Any, int]] = deque()  # (handle, bytes), oldest first
 
 
-class UcxPeer:
-    """`broken` says why, once it is, and that is for good: nothing more is posted, and its agent is going, or `gone`. A
-    new connection is a new object. `waits`: posted writes end by themselves, whatever the target does.
+class UcxPeer(QueuedPeer[UcxWrite, Agent]):
+    """Once it is `broken` nothing more is posted, and its agent is going, or `gone`. `waits`: posted writes end by
+    themselves, whatever the target does.
     """
 
     def __init__(
@@ -55,47 +56,18 @@ class UcxPeer:
         deliver: Deliver,
         waits: bool,
     ) -> None:
-        self._descriptor, self._agent, self._regions = descriptor, agent, regions
+        super().__init__(descriptor, agent, now_s, deliver)
+        self._regions = regions
         self._pieces = 1 if waits else PIECES
         self._piece_bytes = max(1, batch_bytes // self._pieces)
-        self._now_s, self._deliver = now_s, deliver
         self._errors = nixl_errors()
-        self._work: deque[UcxWrite | bytes] = deque()
         self._waits = waits
-        self.broken = ""
         self.gone = False
         self._quiet_turns = 0
 
     @property
-    def descriptor(self) -> Descriptor:
-        return self._descriptor
-
-    @property
-    def agent(self) -> Agent:
-        return self._agent
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._work)
-
-    def write(self, write: UcxWrite) -> None:
-        if self.gone:
-            self._end(write, WriteOutcome.BROKEN, self.broken)
-        else:
-            self._work.append(write)
-
-    def notify(self, payload: bytes) -> None:
-        if self.broken:
-            _log.warning("%s: notification to %s dropped: %s", self._agent.name, self._descriptor.agent, self.broken)
-        else:
-            self._work.append(payload)
-
-    def cancel(self, write: UcxWrite) -> None:
-        """One that waits behind others has nothing to wait for. The first is ended by its next turn."""
-        write.cancelled = True
-        if write in self._work and self._work[0] is not write:
-            self._work.remove(write)
-            self._end(write, WriteOutcome.CANCELLED)
+    def _refuses(self) -> bool:
+        return self.gone
 
     def serve(self) -> bool:
         """One turn: reap, post one piece, end. True when anything moved. Call it while `busy`."""
@@ -104,14 +76,14 @@ class UcxPeer:
         except self._errors as error:
             why = describe(error)
         # Outside of the handler: the error's traceback holds handles, and each of them holds the agent.
-        _log.warning("%s: peer %s is broken: %s", self._agent.name, self._descriptor.agent, why)
+        _log.warning("%s: peer %s is broken: %s", self.agent.name, self._descriptor.agent, why)
         self.end(why)
         return True
 
     def _served(self) -> bool:
         first = self._work[0]
         if isinstance(first, bytes):
-            self._agent.nixl.send_notif(self._descriptor.agent, first)
+            self.agent.nixl.send_notif(self._descriptor.agent, first)
             self._work.popleft()
             return True
         if first.pieces is None:
@@ -158,17 +130,14 @@ class UcxPeer:
         for work in self._work:
             while isinstance(work, UcxWrite) and work.posted:
                 self._release(work.posted.popleft()[0])
-        self._agent.delete()
-        while self._work:
-            work = self._work.popleft()
-            if isinstance(work, UcxWrite):
-                self._end(work, WriteOutcome.BROKEN, why)
+        self.agent.delete()
+        self._end_all(why)
 
     def _settle(self, write: UcxWrite) -> None:
         """Release what has ended of a broken peer's write, well or not."""
         for handle, size_bytes in list(write.posted):
             try:
-                ended = self._agent.nixl.check_xfer_state(handle) == "DONE"
+                ended = self.agent.nixl.check_xfer_state(handle) == "DONE"
                 write.flushed_bytes += size_bytes if ended else 0
             except self._errors:
                 ended = True
@@ -180,12 +149,12 @@ class UcxPeer:
         size_bytes = total_bytes(piece)
         source = self._descriptors(piece, self._regions, "source")
         target = self._descriptors(piece, self._descriptor.regions, "target")
-        handle = self._agent.nixl.initialize_xfer("WRITE", source, target, self._descriptor.agent)
+        handle = self.agent.nixl.initialize_xfer("WRITE", source, target, self._descriptor.agent)
         if write.first_post_s is None:
             write.first_post_s = self._now_s()
         write.posted.append((handle, size_bytes))  # owned before it is posted
         write.descriptors += len(piece)
-        if self._agent.nixl.transfer(handle) == "DONE":
+        if self.agent.nixl.transfer(handle) == "DONE":
             write.posted.pop()
             self._release(handle)
             write.flushed_bytes += size_bytes
@@ -194,24 +163,21 @@ class UcxPeer:
         rows = np.zeros((len(piece), 3), dtype=np.uint64)  # address, length, device
         rows[:, 0] = addresses(piece, regions, side)
         rows[:, 1] = piece["length"].astype(np.uint64)
-        return self._agent.nixl.get_xfer_descs(rows, "DRAM")
+        return self.agent.nixl.get_xfer_descs(rows, "DRAM")
 
     def _reap(self, write: UcxWrite) -> bool:
         """Release what is done."""
         moved = False
         for handle, size_bytes in list(write.posted):
-            if self._agent.nixl.check_xfer_state(handle) == "DONE":
+            if self.agent.nixl.check_xfer_state(handle) == "DONE":
                 write.posted.remove((handle, size_bytes))
                 self._release(handle)
                 write.flushed_bytes += size_bytes
                 moved = True
         return moved
 
-    def _end(self, write: UcxWrite, outcome: WriteOutcome, error: str = "") -> None:
-        write.end(outcome, error, self._now_s(), self._deliver)
-
     def _release(self, handle: Any) -> None:
         try:
-            self._agent.nixl.release_xfer_handle(handle)
+            self.agent.nixl.release_xfer_handle(handle)
         except self._errors as error:
-            _log.info("%s: a handle was not released: %s", self._agent.name, describe(error))
+            _log.info("%s: a handle was not released: %s", self.agent.name, describe(error))

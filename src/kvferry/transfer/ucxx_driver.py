@@ -14,11 +14,9 @@ from functools import partial
 from queue import Empty
 from typing import Any, ClassVar
 
-import msgspec
-
 from kvferry.transfer.contract import Descriptor, TransferError
 from kvferry.transfer.driver import Driver, DriverParts
-from kvferry.transfer.names import agent_name
+from kvferry.transfer.names import agent_name, metadata_of
 from kvferry.transfer.pack import RegionMemory
 from kvferry.transfer.ucxx_agent import BACKEND, PROOFS, UcxxAgent, make_context
 from kvferry.transfer.ucxx_source import UcxxPeer, UcxxWrite
@@ -134,44 +132,16 @@ class UcxxDriver(Driver[UcxxPeer, UcxxWrite, UcxxAgent]):
             target.revoke()
             self._awake.add(target)
 
-    def _connected(self, descriptor: Descriptor) -> UcxxPeer:
-        peer = self._peers.get(descriptor.agent)
-        if peer is None:
-            return self._connect(descriptor)
-        if peer.descriptor != descriptor:
-            raise TransferError(f"{descriptor.agent}: connected already, with another descriptor")
-        return peer
-
     def _connect(self, descriptor: Descriptor) -> UcxxPeer:
-        name = descriptor.agent
-        try:
-            metadata = metadata_decoder.decode(descriptor.metadata)
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise TransferError(f"{name}: metadata does not decode: {error}") from None
-        if metadata.transports != self._transports:
-            raise TransferError(f"{name}: transports are {metadata.transports!r} there, {self._transports!r} here")
+        metadata = metadata_of(descriptor, metadata_decoder, self._transports)
         agent = self._next_agent()
         try:
             peer = UcxxPeer(descriptor, metadata, agent, self._memory, self._batch_bytes, self._now_s, self._deliver)
         except agent.errors as error:
             agent.delete()
-            raise TransferError(f"{name}: its address is refused: {error}") from None
-        self._peers[name] = peer
+            raise TransferError(f"{descriptor.agent}: its address is refused: {error}") from None
         self._watch(peer)
         return peer
-
-    def write(self, peer: UcxxPeer, write: UcxxWrite) -> None:
-        peer.write(write)
-        self._stir(peer)
-
-    def notify(self, peer: UcxxPeer, payload: bytes) -> None:
-        peer.notify(payload)
-        self._stir(peer)
-
-    def cancel(self, write: UcxxWrite) -> None:
-        for peer in self._peers.values():
-            peer.cancel(write)
-            self._stir(peer)
 
     def expect(self, change: int) -> None:
         """An event wakes the thread, so it need not know."""

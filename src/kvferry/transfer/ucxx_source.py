@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from kvferry.transfer.contract import Descriptor, Spans, TransferError, WriteOutcome, WriteResult
-from kvferry.transfer.driver import Deliver
 from kvferry.transfer.pack import Bytes, RegionMemory
+from kvferry.transfer.queued_peer import Deliver, QueuedPeer
 from kvferry.transfer.spans import split, total_bytes
 from kvferry.transfer.ucxx_agent import UcxxAgent
 from kvferry.transfer.ucxx_wire import (
@@ -55,9 +55,9 @@ class UcxxWrite(Write):
             self.rest = self.rest[PIECE_SPANS:]
 
 
-class UcxxPeer:
-    """`broken` says why, once it is, and that is for good; a new connection is a new object. Serve it until it is
-    `gone`, which it is when nothing of it is under way: then its agent can be deleted.
+class UcxxPeer(QueuedPeer[UcxxWrite, UcxxAgent]):
+    """Serve it until it is `gone`, which it is when it is `broken` and nothing of it is under way: then its agent can
+    be deleted.
     """
 
     def __init__(
@@ -71,39 +71,14 @@ class UcxxPeer:
         deliver: Deliver,
     ) -> None:
         """Raises one of the agent's `errors` when there is no way to that address."""
-        self._descriptor, self.agent, self._memory = descriptor, agent, memory
+        super().__init__(descriptor, agent, now_s, deliver)
+        self._memory = memory
         self._piece_bytes = max(1, min(batch_bytes // PIECES, metadata.piece_bytes))
-        self._now_s, self._deliver = now_s, deliver
-        self._work: deque[UcxxWrite | bytes] = deque()
         self._buffers: list[tuple[Any, Bytes]] = []  # (the send that has it, or None; memory)
         self._number = 0
-        self.broken = ""
         self.gone = False
         agent.open_peer(metadata.address)
         self._say(Hello(agent.name, agent.address))
-
-    @property
-    def descriptor(self) -> Descriptor:
-        return self._descriptor
-
-    def write(self, write: UcxxWrite) -> None:
-        if self.broken:
-            self._end(write, WriteOutcome.BROKEN, self.broken)
-        else:
-            self._work.append(write)
-
-    def notify(self, payload: bytes) -> None:
-        if self.broken:
-            _log.warning("%s: notification to %s dropped: %s", self.agent.name, self._descriptor.agent, self.broken)
-        else:
-            self._work.append(payload)
-
-    def cancel(self, write: UcxxWrite) -> None:
-        """One that waits behind others has nothing to wait for. The first is ended by its next turn."""
-        write.cancelled = True
-        if write in self._work and self._work[0] is not write:
-            self._work.remove(write)
-            self._end(write, WriteOutcome.CANCELLED)
 
     def serve(self) -> bool:
         """One turn: hear what was placed, send one piece, end. True when anything moved."""
@@ -178,10 +153,4 @@ class UcxxPeer:
         self.broken = why
         _log.info("%s: no longer connected to %s: %s", self.agent.name, self._descriptor.agent, why)
         self._buffers.clear()
-        while self._work:
-            work = self._work.popleft()
-            if isinstance(work, UcxxWrite):
-                self._end(work, WriteOutcome.BROKEN, why)
-
-    def _end(self, write: UcxxWrite, outcome: WriteOutcome, error: str = "") -> None:
-        write.end(outcome, error, self._now_s(), self._deliver)
+        self._end_all(why)
