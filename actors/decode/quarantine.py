@@ -131,7 +131,7 @@ def over_budget(
     budget: float,
     limit_s: float,
     now_s: float,
-    has_ended: Callable[[int], bool] = lambda writer: False,
+    has_ended: Callable[[int], bool],
 ) -> list[OverBudget]:
     """The processes to end: those that keep a page for `limit_s`, and, when more than the share `budget` of `total`
     pages is quarantined, those that keep the most, until the rest would fit. Never one that has ended already.

@@ -173,7 +173,7 @@ def waiting(writer: int, pages: range, since_s: float, ranks: int = 1) -> Any:
 )
 def test_who_is_over_the_budget(rooms: list[Any], expected: list[OverBudget]) -> None:
     """A budget of a quarter of 100 pages, and at most 60 s; it is 100 s now."""
-    assert over_budget(rooms, 100, 0.25, 60.0, 100.0) == expected
+    assert over_budget(rooms, 100, 0.25, 60.0, 100.0, frozenset[int]().__contains__) == expected
 
 
 def test_who_has_ended_is_not_killed() -> None:
