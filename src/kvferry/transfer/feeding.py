@@ -10,14 +10,11 @@ from numpy.typing import NDArray
 
 from kvferry.transfer.native import native
 
-#: The most that the function is given at once, as in feed.c.
-PIECE_BYTES = 1024
-
 
 class Feeder:
     """`take` is C's `int take(void *state, const void *bytes, size_t size)`, whose answer nobody looks at; it is called
-    for the spans' bytes in their order. What comes next is fetched meanwhile, so that it matters less that spans lie
-    far from each other.
+    for the spans' bytes in their order, at most 1 KiB at a time. What comes next is fetched meanwhile, so that it
+    matters less that spans lie far from each other.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
