@@ -11,11 +11,12 @@ import ctypes
 import os
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kvferry.transfer.native import native
 
 #: (to, from, bytes): uint64[spans], uint64[spans] and int64[spans]; then the flag that stops it. Gives the number of
 #: spans that lie at their place, all before the first that does not.
@@ -28,12 +29,8 @@ _IOV_MAX, _CALL_BYTES = 1024, 8 * 1024 * 1024
 @cache
 def copier() -> tuple[str, Copy]:
     """Its name and the fastest that there is: "native", or "kernel"."""
-    for found in sorted(Path(__file__).parent.glob("_copy*.so")):
-        try:
-            return "native", _native(ctypes.CDLL(str(found)))
-        except (OSError, AttributeError):  # built for another machine
-            continue
-    return "kernel", by_kernel
+    found = native(_native)
+    return ("kernel", by_kernel) if found is None else ("native", found)
 
 
 class _Slices(ctypes.Structure):
@@ -72,12 +69,7 @@ class SliceCopier:
 @cache
 def slice_copier() -> SliceCopier | None:
     """None where it was not built."""
-    for found in sorted(Path(__file__).parent.glob("_copy*.so")):
-        try:
-            return SliceCopier(ctypes.CDLL(str(found)))
-        except (OSError, AttributeError):  # built for another machine, or before there were slices
-            continue
-    return None
+    return native(SliceCopier)
 
 
 def _native(library: ctypes.CDLL) -> Copy:

@@ -39,18 +39,20 @@ def total_bytes(spans: Spans) -> int:
 
 
 def check_spans(spans: Spans, source: Sequence[Region], target: Sequence[Region]) -> None:
-    """Raises TransferError naming the first span that lies outside a region of either side."""
+    """Raises TransferError naming the first span that is empty, or that lies outside a region of either side."""
     if spans.dtype != SPAN_DTYPE or spans.ndim != 1:
         raise TransferError(f"spans have dtype {spans.dtype} and {spans.ndim} axes; wanted SPAN_DTYPE, one axis")
-    bad = np.flatnonzero(spans["length"] <= 0)
-    if bad.size:
-        raise TransferError(f"span {bad[0]}: length {spans['length'][bad[0]]} bytes; the least is 1")
     check_side(spans, source, "source")
     check_side(spans, target, "target")
 
 
 def check_side(spans: Spans, regions: Sequence[Region], side: str) -> None:
-    """Raises TransferError naming the first span that lies outside a region of that side ("source" or "target")."""
+    """Raises TransferError naming the first span that is empty, or that lies outside a region of that side ("source" or
+    "target").
+    """
+    bad = np.flatnonzero(spans["length"] <= 0)
+    if bad.size:
+        raise TransferError(f"span {bad[0]}: length {spans['length'][bad[0]]} bytes; the least is 1")
     index, offset = spans[f"{side}_region"], spans[f"{side}_offset"]
     bad = np.flatnonzero((index < 0) | (index >= len(regions)))
     if bad.size:
