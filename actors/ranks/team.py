@@ -99,8 +99,8 @@ class Team:
         """All ranks, for others to know; nothing for an instance of one rank."""
         if self.size == 1:
             return ()
-        own = Member(LEADER, self._info.address, self._info.slice)
-        mates = (Member(rank, mate.address, mate.info.slice) for rank, mate in sorted(self.mates.items()))
+        own = Member(LEADER, self._info.address, self._info.slice, self._info.offer)
+        mates = (Member(at, mate.address, mate.info.slice, mate.info.offer) for at, mate in sorted(self.mates.items()))
         return (own, *mates)
 
     def status(self) -> list[dict[str, Any]]:
