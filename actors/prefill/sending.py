@@ -45,7 +45,7 @@ class Sending:
     @property
     def backend(self) -> str:
         """By which it writes; "" before its targets are connected."""
-        return " and ".join(sorted({peer.descriptor.backend for peer in self.targets.values()}))
+        return " and ".join(sorted({peer.descriptor.path for peer in self.targets.values()}))
 
 
 @dataclass(frozen=True)
