@@ -79,7 +79,8 @@ class Region(msgspec.Struct, frozen=True, omit_defaults=True):
     `replica` is this region's number among the `replicas` that the instance's ranks have of the same content: TP above
     the number of heads, or what is not divided by heads. Only one of a source's replicas writes to a target's.
 
-    `device`: the number of the CUDA device that the memory lies in; -1: host memory.
+    `device`: the number of the CUDA device that the memory lies in; -1: host memory. `dtype` of its numbers, by torch's
+    name ("" = not said).
 
     `pool`: regions of one pool have the same page numbers (slots); "" is the main one, and in rows and rings the part's
     own.
@@ -102,6 +103,7 @@ class Region(msgspec.Struct, frozen=True, omit_defaults=True):
     replicas: _AtLeastOne = 1
     segments: Annotated[tuple[Segment, ...], Meta(max_length=16)] = ()
     device: Annotated[int, Meta(ge=-1, le=_MOST)] = -1
+    dtype: _Name = ""
 
 
 class Proofs(msgspec.Struct, frozen=True):
