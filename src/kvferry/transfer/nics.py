@@ -1,7 +1,8 @@
 """Which network devices a rank's KV goes by, where somebody has said so: `transfer.ib_device`.
 
 It may be one name ("mlx5_0", or "mlx5_0:2" for its second port), several ("mlx5_0,mlx5_1", or a list), a map from the
-rank's device to either ({"0": "mlx5_0"}, also as a JSON text), or the path of a JSON file with such a map.
+rank's device to either ({"0": "mlx5_0"}, also as a JSON text), or the path of a JSON file with such a map. A rank that
+has no device goes by its number within its instance.
 """
 
 from __future__ import annotations
