@@ -342,7 +342,6 @@ class Leader(Rank, Generic[R]):
             "page_size": self.page_size,
             "quarantined": [],  # prefill's own reads end by themselves; decode has rows (actors/decode/unproven.py)
             "data_paths": {},  # those by which prefill writes to decode are decode's to say
-            "offer": msgspec.to_builtins(self.info.offer),
             "counts": dict(self.counts),
             "step": self.forward.done,
             "registered": self.membership.accepted,

@@ -104,9 +104,13 @@ class Team:
         return (own, *mates)
 
     def status(self) -> list[dict[str, Any]]:
-        """Where each rank is, the leader's first."""
-        addresses = {LEADER: self._info.address} | {rank: mate.address for rank, mate in sorted(self.mates.items())}
-        return [{"rank": r, "pid": a.pid, "host": a.host, "endpoint": a.endpoint} for r, a in addresses.items()]
+        """Where each rank is, and what it offers its peers; the leader's first."""
+        ranks = {LEADER: (self._info.address, self._info.offer)}
+        ranks |= {rank: (mate.address, mate.info.offer) for rank, mate in sorted(self.mates.items())}
+        return [
+            {"rank": rank, "pid": at.pid, "host": at.host, "endpoint": at.endpoint, "offer": offer.as_object()}
+            for rank, (at, offer) in ranks.items()
+        ]
 
     def slices(self) -> Mapping[int, Slices]:
         """What each rank has of the KV."""

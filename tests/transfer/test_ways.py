@@ -114,3 +114,5 @@ def test_an_offer_survives_the_wire():
     full = offer("a", CUDA, [IB, ROCE])
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(full), type=Offer) == full
     assert len(msgspec.msgpack.encode(NOTHING_SAID)) == 1
+    shown = {"ways": list(ALL), "memory": "cuda", "nics": ["mlx5_0:1 (InfiniBand)", "mlx5_4:1 (Ethernet)"]}
+    assert full.as_object() == shown

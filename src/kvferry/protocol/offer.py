@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -31,6 +31,11 @@ class Offer(msgspec.Struct, frozen=True, omit_defaults=True):
     memory: _Name = HOST
     nics: Annotated[tuple[Nic, ...], Meta(max_length=256)] = ()
     host: Text = ""
+
+    def as_object(self) -> dict[str, Any]:
+        """For `kvferry status`, which names the host of each rank anyway."""
+        nics = [f"{nic.name} ({nic.link})" for nic in self.nics]
+        return {"ways": list(self.ways), "memory": self.memory, "nics": nics}
 
 
 NOTHING_SAID = Offer()
