@@ -68,11 +68,13 @@ class TransferSettings(Settings, frozen=True):
     """`policy` of a handoff: "early" (decode allocates, then prefill computes) or "prefill_complete" (prefill computes,
     then decode allocates). `backend`: "local" (one host, pools that both processes map), "ucx", "ucxx" (two-sided, so
     that *revoked* is proof on one host too; an extra to install), "mooncake" (Mooncake's engine over tcp; an extra), or
-    "auto", which picks "local" or "ucx" for each pair of processes. `transports` is handed to UCX as UCX_TLS ("host" =
-    shared memory and CMA, "tcp"), and says with "host" that all processes are on one host; ucxx and mooncake go by tcp
-    in both, with "host" on the loopback device. `ib_device`: the network devices to take (kvferry.transfer.nics), but
-    for those two; None = the one that has our address. `poll_busy_ms` and `poll_idle_ms`: how often ucx and mooncake
-    look; the others are woken. A process has at most `max_agents` agents of the data plane, one for each peer.
+    "auto", which picks "local" or "ucx" for each pair of processes by what both offer (kvferry.transfer.ways).
+    `transports` of UCX: "host" (CMA, and all processes are on one host), "tcp", "rdma", "auto" ("rdma" for pairs that
+    both have a port of one kind, else "tcp"), or a list for UCX_TLS; ucxx and mooncake go by tcp, with "host" on the
+    loopback device. `ib_device`: the network devices to take (kvferry.transfer.nics), but for those two; None = over
+    tcp the one that has our address, over RDMA all active ports, of which UCX takes the nearest. `poll_busy_ms` and
+    `poll_idle_ms`: how often ucx and mooncake look; the others are woken. A process has at most `max_agents` agents of
+    the data plane, one for each peer.
     `staging_mib`: memory of a rank, beside its pool, in which small slices are gathered, sent as one write, and
     scattered, where TP differs and the backend is ucx or ucxx (0: slices go one by one). None is taken before a peer of
     another layout is there. With `checksum` decode commits only what has been compared, where it lies, with digests

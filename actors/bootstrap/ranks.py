@@ -73,7 +73,7 @@ class RankTable:
         if info.address.host == other.address.host or "unified" in (info.role, other.role):
             return None  # a unified instance moves no bytes
         where = f"{info.instance} is at {info.address.endpoint}, {other.instance} at {other.address.endpoint}"
-        return f"transfer.transports is host, which works within one host, but {where}; set it to tcp"
+        return f"transfer.transports is host, which works within one host, but {where}; set it to auto or tcp"
 
     def members(self, instance: str) -> list[RankInfo]:
         """The ranks of one instance."""

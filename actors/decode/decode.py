@@ -34,7 +34,7 @@ from kvferry.protocol.messages import (
     Received,
     Retracted,
 )
-from kvferry.protocol.rank import LEADER, Member, whole
+from kvferry.protocol.rank import LEADER, Member, whole, with_host
 from kvferry.protocol.receiver import ReceiverEvent, ReceiverMachine, ReceiverState
 from kvferry.transfer.contract import TransferError
 
@@ -78,9 +78,10 @@ class Decode(Receiving):
             return self.refuse_open(router, message.room, Cause("handoff_failed", str(error), self.role))
         sources = {member.rank: member.address for member in members if member.rank in routes}
         writers = {rank: address.incarnation for rank, address in sources.items()}
+        offers = {m.address.incarnation: with_host(m) for m in members if m.rank in routes}
         record = self.new_room(router, message, message.prefill)
         machine = ReceiverMachine(writers, self.info.computes_first)
-        record |= {"machine": machine, "sources": sources, "routes": routes, "past": Past(spec)}
+        record |= {"machine": machine, "sources": sources, "routes": routes, "offers": offers, "past": Past(spec)}
         text = self.texts.stream(spec.sampling, spec.frozen_ids)
         return self.take_in(self.ROOM(**record, text=text, generated=len(spec.frozen_ids)))
 

@@ -12,6 +12,7 @@ from kvferry.actors.ranks.follower import Follower
 from kvferry.protocol.address import Address
 from kvferry.protocol.instance import Accept, Accepted, Arrived, Digested, Expect, Revoke, RevokedAt, TakeDigest
 from kvferry.protocol.metadata import Introduction, decode_notification
+from kvferry.protocol.offer import Offer
 from kvferry.transfer.chunk import Chunk
 from kvferry.transfer.contract import TransferError, encode_descriptor
 
@@ -59,10 +60,10 @@ class DecodeFollower(Follower):
 
     def _accept(self, peer: Address, message: Accept) -> None:
         if self.is_leader(peer):
-            self.spawn(self._make_agent(message.writer, message.host, message.turn))
+            self.spawn(self._make_agent(message.writer, message.offer, message.turn))
 
-    async def _make_agent(self, writer: int, host: str, turn: int) -> None:
-        made = await accept(self.endpoint, writer, host, self.info.rank, turn)
+    async def _make_agent(self, writer: int, offer: Offer, turn: int) -> None:
+        made = await accept(self.endpoint, writer, offer, self.info.rank, turn)
         agent = encode_descriptor(made.descriptor) if made.descriptor is not None else b""
         self.tell_leader(Accepted(writer, turn, agent, made.error))
 

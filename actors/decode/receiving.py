@@ -210,7 +210,7 @@ class Receiving(Checking):
     def _send_destination(self, room: DecodeRoom) -> None:
         """Once there is an agent for each process that is to write, at each rank that it is to write to."""
         assert room.holding is not None
-        descriptors = self.writers.descriptors(room.pairs, {a.incarnation: a.host for a in room.sources.values()})
+        descriptors = self.writers.descriptors(room.pairs, room.offers)
         if descriptors is None:
             return
         writers, pages = room.machine.writers, pages_needed(room.prompt_tokens, self.page_size)
@@ -230,7 +230,7 @@ class Receiving(Checking):
         self.ledger.lease(room.holding, writers)
         self.expect(room, True)
         if leading.why:
-            self.tell_room(room, DataPath(room.room, leading.backend, leading.why))
+            self.tell_room(room, DataPath(room.room, leading.path, leading.why))
         if not self.network.send(room.peer.incarnation, destination):
             self.fail(room, ReceiverEvent.PREFILL_LOST, "there is no link to prefill", room.peer.name)
 
@@ -284,7 +284,8 @@ class Receiving(Checking):
 
     async def status(self) -> dict[str, Any]:
         rows = quarantined(self.rooms.values(), self.writers, self.network.is_up, self.clock.now_s())
-        return await super().status() | {"quarantined": rows, "data_paths": self.writers.backends()}
+        paths = {"data_paths": self.writers.backends(), "data_path_reasons": self.writers.reasons()}
+        return await super().status() | {"quarantined": rows} | paths
 
     async def end_writer(self, incarnation: int) -> bool:
         """A call, by the controller (`Quarantine.end_writer`)."""

@@ -11,13 +11,15 @@ from kvferry.engine.history import Past
 from kvferry.memory.admission import Claim
 from kvferry.memory.proof import NeverGiven, Quiet
 from kvferry.protocol.address import Address
+from kvferry.protocol.offer import Offer
 from kvferry.protocol.receiver import ReceiverMachine
 from kvferry.transfer.contract import Proofs
 
 
 @dataclass(kw_only=True)
 class DecodeRoom(LegRoom):
-    """`peer` is prefill's leader; `sources` are its ranks that write, and `routes` the ranks here that each writes to.
+    """`peer` is prefill's leader; `sources` are its ranks that write, `offers` what their processes (by incarnation)
+    have, and `routes` the ranks here that each writes to.
     `awaited` are the (source, target) pairs whose notification has not come. `generated` counts the answer's tokens,
     frozen ones and prefill's included; `last_token` is the one to feed next; `expecting` while the data plane looks out
     for the room's notification; `claim` is its place in the batch, from the moment that the leg is open; `admitted_s`
@@ -32,6 +34,7 @@ class DecodeRoom(LegRoom):
     past: Past
     sources: dict[int, Address]
     routes: dict[int, tuple[int, ...]]
+    offers: dict[int, Offer]
     awaited: set[tuple[int, int]] = field(default_factory=set)
     claim: Claim | None = None
     expecting: bool = False

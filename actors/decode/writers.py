@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from kvferry.actors.decode.room import DecodeRoom
 from kvferry.actors.ranks.team import Team
 from kvferry.protocol.instance import Accept, Revoke
+from kvferry.protocol.offer import Offer
 from kvferry.protocol.rank import LEADER, Member
 from kvferry.protocol.receiver import ReceiverState
 from kvferry.transfer.contract import Descriptor, Endpoint, Revoked, TransferError
@@ -48,10 +49,10 @@ class ShutOut:
     proof: Revoked | None
 
 
-async def accept(endpoint: Endpoint, writer: int, host: str, target: int, turn: int) -> Accepted:
-    """This rank's agent for the process `writer`, which runs on `host`."""
+async def accept(endpoint: Endpoint, writer: int, offer: Offer, target: int, turn: int) -> Accepted:
+    """This rank's agent for the process `writer`, which offers that."""
     try:
-        return Accepted(writer, target, turn, await endpoint.accept(writer, host))
+        return Accepted(writer, target, turn, await endpoint.accept(writer, offer))
     except TransferError as error:
         return Accepted(writer, target, turn, None, str(error))
 
@@ -89,7 +90,11 @@ class Writers:
 
     def backends(self) -> dict[str, int]:
         """How many ways into our memory there are over each of them."""
-        return dict(sorted(Counter(known.backend for known in self._known.values()).items()))
+        return dict(sorted(Counter(known.path for known in self._known.values()).items()))
+
+    def reasons(self) -> dict[str, str]:
+        """Why it was each of them, for one of the writers."""
+        return {known.path: known.why for _, known in sorted(self._known.items())}
 
     def routes(self, sources: Sequence[Member]) -> dict[int, tuple[int, ...]]:
         """Source rank -> the ranks here that it writes to. Raises TransferError for layouts that don't fit."""
@@ -97,9 +102,9 @@ class Writers:
             return {LEADER: (LEADER,)}
         return routes({source.rank: (source.slice,) for source in sources}, self._team.slices())
 
-    def descriptors(self, pairs: Iterable[Pair], hosts: Mapping[int, str]) -> dict[Pair, Descriptor] | None:
-        """What each is to be told, or None: then `Accepted` follows for those that have no agent yet. `hosts` says
-        where each writer runs.
+    def descriptors(self, pairs: Iterable[Pair], offers: Mapping[int, Offer]) -> dict[Pair, Descriptor] | None:
+        """What each is to be told, or None: then `Accepted` follows for those that have no agent yet. `offers` says
+        what each writer has.
         """
         wanted = list(pairs)
         missing = [pair for pair in wanted if pair not in self._known]
@@ -107,18 +112,18 @@ class Writers:
             if pair not in self._asked:
                 self._turns += 1
                 self._asked[pair] = self._turns
-                self._ask(pair, hosts[pair[0]], self._turns)
+                self._ask(pair, offers[pair[0]], self._turns)
         return None if missing else {pair: self._known[pair] for pair in wanted}
 
-    def _ask(self, pair: Pair, host: str, turn: int) -> None:
+    def _ask(self, pair: Pair, offer: Offer, turn: int) -> None:
         writer, target = pair
         if target == LEADER:
-            self._spawn(self._accept(writer, host, turn))
+            self._spawn(self._accept(writer, offer, turn))
         else:
-            self._team.send(target, Accept(writer, turn, host))
+            self._team.send(target, Accept(writer, turn, offer))
 
-    async def _accept(self, writer: int, host: str, turn: int) -> None:
-        self._post(await accept(self._endpoint, writer, host, LEADER, turn))
+    async def _accept(self, writer: int, offer: Offer, turn: int) -> None:
+        self._post(await accept(self._endpoint, writer, offer, LEADER, turn))
 
     def accepted(self, item: Accepted) -> bool:
         """False when it was revoked before it was known."""

@@ -17,7 +17,7 @@ from kvferry.protocol.metadata import Metadata, Placed
 from kvferry.protocol.rank import LEADER
 from kvferry.transfer.contract import Descriptor, Peer, WriteHandle
 from kvferry.transfer.layout import METADATA
-from kvferry.transfer.pairing import Pairing, check_given, pair, pair_common
+from kvferry.transfer.pairing import Pairing, check_given, check_wanted, pair, pair_common
 from kvferry.transfer.plan import Chunk, Held, plan
 from kvferry.transfer.work import Blocks
 
@@ -45,7 +45,7 @@ class Sending:
     @property
     def backend(self) -> str:
         """By which it writes; "" before its targets are connected."""
-        return " and ".join(sorted({peer.descriptor.backend for peer in self.targets.values()}))
+        return " and ".join(sorted({peer.descriptor.path for peer in self.targets.values()}))
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,9 @@ class WritePlanner:
         for rank, target in targets.items():
             pairing = self._pairings.get(target.incarnation)
             if pairing is None:
-                pairing = self._pairings[target.incarnation] = meet(self._regions, target.regions)
+                pairing = meet(self._regions, target.regions)
+                check_wanted(self._regions, rank, target.regions, undivided=slot is not None)
+                self._pairings[target.incarnation] = pairing
                 self._of_owner.setdefault(owner, set()).add(target.incarnation)
             pairings.append(pairing)
             rows = (0, slot) if rank == LEADER and slot is not None else None

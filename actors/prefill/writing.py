@@ -172,7 +172,7 @@ class Writing(WritingRank, Leader[PrefillRoom]):
             self.fail(room, SenderEvent.FAIL, item.error, room.peer.name, "handoff_failed")
             return
         if item.instead is not None:
-            self.tell_room(room, DataPath(room.room, item.instead.backend, item.instead.why))
+            self.tell_room(room, DataPath(room.room, item.instead.path, item.instead.why))
         room.sending.targets = item.targets
         self.ready_to_write(room)
 

@@ -99,14 +99,18 @@ class Team:
         """All ranks, for others to know; nothing for an instance of one rank."""
         if self.size == 1:
             return ()
-        own = Member(LEADER, self._info.address, self._info.slice)
-        mates = (Member(rank, mate.address, mate.info.slice) for rank, mate in sorted(self.mates.items()))
+        own = Member(LEADER, self._info.address, self._info.slice, self._info.offer)
+        mates = (Member(at, mate.address, mate.info.slice, mate.info.offer) for at, mate in sorted(self.mates.items()))
         return (own, *mates)
 
     def status(self) -> list[dict[str, Any]]:
-        """Where each rank is, the leader's first."""
-        addresses = {LEADER: self._info.address} | {rank: mate.address for rank, mate in sorted(self.mates.items())}
-        return [{"rank": r, "pid": a.pid, "host": a.host, "endpoint": a.endpoint} for r, a in addresses.items()]
+        """Where each rank is, and what it offers its peers; the leader's first."""
+        ranks = {LEADER: (self._info.address, self._info.offer)}
+        ranks |= {rank: (mate.address, mate.info.offer) for rank, mate in sorted(self.mates.items())}
+        return [
+            {"rank": rank, "pid": at.pid, "host": at.host, "endpoint": at.endpoint, "offer": offer.as_object()}
+            for rank, (at, offer) in ranks.items()
+        ]
 
     def slices(self) -> Mapping[int, Slices]:
         """What each rank has of the KV."""

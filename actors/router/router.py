@@ -248,7 +248,7 @@ class Router(Watching):
     ) -> None:  # fmt: skip
         now_s, room_id, legs = self.clock.now_s(), ask.room, (prefill.address, decode.address)
         machine = RoomMachine(
-            room_id, attempt, spec, *legs, self._limits, now_s, prefill.computes_first, prefill.members
+            room_id, attempt, spec, *legs, self._limits, now_s, prefill.computes_first, prefill.sources
         )
         journal = Journal(
             room_id, spec.request, attempt, prefill.instance, decode.instance, self._backend,

@@ -173,7 +173,7 @@ def test_ranks_that_share_memory_are_on_one_host() -> None:
     assert refusal is not None and not refusal.retry
     assert refusal.reason == (
         "transfer.transports is host, which works within one host, but decode-0 is at tcp://10.0.0.2:7000, "
-        "prefill-0 at sim://prefill-0; set it to tcp"
+        "prefill-0 at sim://prefill-0; set it to auto or tcp"
     )
     assert table.refuse(rank("unified-0", 4, address=msgspec.structs.replace(far, incarnation=4))) is None
     anywhere = RankTable()

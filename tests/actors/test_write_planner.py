@@ -11,6 +11,7 @@ import ctypes
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -218,6 +219,21 @@ def test_a_chunk_with_other_pages_than_its_tokens_need_is_refused() -> None:
         text = f"tokens 32 to 64 lie in 2 source pages of 16 tokens; {len(pages)} are named"
         with pytest.raises(TransferError, match=text):
             planner.writes(sending, chunk, pages, (3, 1))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_target_with_scales_of_pages_that_have_none_here_is_refused(tp: int) -> None:
+    """Whenever it is asked, and whether it is a leader that asks or a follower, which writes no metadata."""
+    ours, theirs = Instance(16, 8, tp, 1, 1), Instance(16, 8, tp, 1, OWNER)
+    for rank, engine in ours.engines.items():
+        regions = theirs.descriptors[rank].regions
+        scale = msgspec.structs.replace(regions[0], part="k_scale", base=1 << 40)
+        target = msgspec.structs.replace(theirs.descriptors[rank], regions=(*regions, scale))
+        planner, slot = WritePlanner(engine), 0 if rank == LEADER else None
+        for _ in range(2):
+            with pytest.raises(TransferError, match=r"source lacks pages of k_scale of layer 0"):
+                planner.check(OWNER, {rank: target}, 16, (3,), slot, alone=tp == 1)
+        planner.check(OWNER, {rank: theirs.descriptors[rank]}, 16, (3,), slot, alone=tp == 1)
 
 
 def test_slices_stay_slices() -> None:

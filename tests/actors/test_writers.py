@@ -16,6 +16,7 @@ from kvferry.actors.exits import Exits
 from kvferry.protocol.address import Address
 from kvferry.protocol.instance import Accept, Revoke
 from kvferry.protocol.messages import Message, OverBudget
+from kvferry.protocol.offer import Offer
 from kvferry.protocol.receiver import ReceiverEvent, ReceiverMachine
 from kvferry.sim.loop import VirtualClock
 from kvferry.transfer.contract import Descriptor, Proofs, Revoked, TransferError
@@ -24,7 +25,8 @@ from kvferry.transfer.fake import HOST, TCP, FakeFabric
 PREFILL, OTHER = 0xA, 0xC
 HERE = 0  # the target rank whose endpoint it is: the leader
 
-HOSTS = {PREFILL: "host", OTHER: "host"}
+OFFER = Offer(("local",), "shared", (), "host")
+OFFERS = {PREFILL: OFFER, OTHER: OFFER}
 
 
 class Leader:
@@ -59,7 +61,7 @@ class Leader:
         return {writer: descriptor for (writer, _), descriptor in found.items()}
 
     def ask(self, *writers: int) -> dict[tuple[int, int], Descriptor] | None:
-        return self.writers.descriptors([(writer, HERE) for writer in writers], HOSTS)
+        return self.writers.descriptors([(writer, HERE) for writer in writers], OFFERS)
 
 
 async def test_an_agent_is_made_once_and_known_once_it_is_accepted() -> None:
@@ -107,7 +109,7 @@ async def test_a_room_of_an_agent_that_is_gone_costs_the_next_one_nothing() -> N
 async def test_an_endpoint_that_gives_no_agent_says_why() -> None:
     leader = Leader()
 
-    async def refused(writer: int, host: str) -> Descriptor:
+    async def refused(writer: int, offer: Offer) -> Descriptor:
         raise TransferError("too many agents")
 
     leader.endpoint.accept = refused  # type: ignore[method-assign]
@@ -121,14 +123,14 @@ async def test_a_writer_of_two_ranks_is_shut_out_when_both_have_destroyed_its_ag
     """Rank 1 makes and destroys its own, by order."""
     leader = Leader()
     pairs = [(PREFILL, HERE), (PREFILL, 1)]
-    assert leader.writers.descriptors(pairs, HOSTS) is None and leader.orders == [(1, Accept(PREFILL, 2, "host"))]
+    assert leader.writers.descriptors(pairs, OFFERS) is None and leader.orders == [(1, Accept(PREFILL, 2, OFFER))]
     (own,) = await leader.settle()
     assert isinstance(own, Accepted) and leader.writers.accepted(own) and own.descriptor is not None
-    assert leader.writers.descriptors(pairs, HOSTS) is None and len(leader.orders) == 1, "it is on its way"
+    assert leader.writers.descriptors(pairs, OFFERS) is None and len(leader.orders) == 1, "it is on its way"
     there = Descriptor("fake", "agent", 0xB1, 7, b"", ())
     assert not leader.writers.accepted(Accepted(PREFILL, 1, 1, there)), "an answer to another question"
     assert leader.writers.accepted(Accepted(PREFILL, 1, 2, there))
-    assert leader.writers.descriptors(pairs, HOSTS) == {pairs[0]: own.descriptor, pairs[1]: there}
+    assert leader.writers.descriptors(pairs, OFFERS) == {pairs[0]: own.descriptor, pairs[1]: there}
     room: Any = SimpleNamespace(agents={pairs[0]: own.descriptor.generation, pairs[1]: 7}, closed=set())
     assert leader.writers.shut_out_of(room, PREFILL) and leader.orders[1:] == [(1, Revoke(PREFILL))]
     (proof,) = await leader.settle()
@@ -228,7 +230,7 @@ class Case:
     async def make() -> Case:
         leader = Leader(HOST)
         pairs = [(PREFILL, HERE), (PREFILL, 1)]
-        leader.writers.descriptors(pairs, HOSTS)
+        leader.writers.descriptors(pairs, OFFERS)
         (own,) = await leader.settle()
         assert isinstance(own, Accepted) and leader.writers.accepted(own)
         assert leader.writers.accepted(Accepted(PREFILL, 1, 2, Descriptor("fake", "agent", 0xB1, 7, b"", (), HOST)))

@@ -125,7 +125,7 @@ class Run:
         serve = yaml.safe_load((ROOT / "serve.yaml").read_text())
         serve["http_options"]["host"] = "0.0.0.0"
         args = serve["applications"][0]["args"]
-        args["transfer"]["transports"] = "tcp"
+        args["transfer"]["transports"] = "auto"  # no RDMA there: tcp
         args["cluster"]["bind_host"] = "node"
         (checkout / "serve.yaml").write_text(yaml.safe_dump(serve, sort_keys=False))
         for host, place in ((self.operator, "~/checkout"), (head, "~/kvferry"), (worker, "~/kvferry")):

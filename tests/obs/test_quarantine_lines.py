@@ -38,7 +38,10 @@ def test_page_sizes_are_told_where_they_differ() -> None:
     assert page_size_lines({"instances": [*instances[:2], gone]}) == []
 
 
-def test_by_which_backends_kv_arrives_is_said() -> None:
-    decode = {"id": "decode-0", "data_paths": {"local": 1, "ucx+staging": 3}}
+def test_by_which_ways_kv_arrives_is_said_and_why() -> None:
+    decode = {"id": "decode-0", "data_paths": {"local": 1, "ucx/tcp+staging": 3}}
+    decode["data_path_reasons"] = {"ucx/tcp+staging": "another host"}
     status = {"instances": [decode, {"id": "prefill-0", "data_paths": {}}, {"id": "decode-1"}]}
-    assert path_lines(status) == ["decode-0: KV arrives by local (1), ucx+staging (3)"]
+    assert path_lines(status) == [
+        "decode-0: KV arrives by local (1)", "decode-0: KV arrives by ucx/tcp+staging (3): another host",
+    ]  # fmt: skip

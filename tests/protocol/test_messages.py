@@ -25,6 +25,7 @@ from kvferry.protocol.metadata import (
     decode_notification,
     encode_notification,
 )
+from kvferry.protocol.offer import Nic, Offer
 from kvferry.protocol.rank import Layout, Member, RankInfo, Slice
 from kvferry.protocol.request import RequestSpec, Sampling
 
@@ -35,7 +36,8 @@ INNER = Cause("peer_lost", "gone", leg="decode", rank=0, peer="decode-0", room=5
 CAUSE = Cause("handoff_failed", "no", param="messages", because=INNER)
 LAYOUT = Layout("model", "rev", "float32", 16, 30, 3, 64)
 INFO = RankInfo("prefill-0", "prefill", HERE, LAYOUT, pages=640, max_prompt_tokens=2048, max_total_tokens=2048)
-MEMBERS = (Member(0, HERE, Slice(0, 15, 0, 3)), Member(1, HERE, Slice(15, 15, 0, 3)))
+OFFER = Offer(("local", "ucx/rdma"), "shared", (Nic("mlx5_0:1", "InfiniBand"),), "kernel:4026531836")
+MEMBERS = (Member(0, HERE, Slice(0, 15, 0, 3), OFFER), Member(1, HERE, Slice(15, 15, 0, 3)))
 LEADER = msgspec.structs.replace(INFO, pp_size=2, members=MEMBERS)
 
 EXAMPLES: list[m.Message] = [
@@ -89,7 +91,7 @@ EXAMPLES: list[m.Message] = [
     i.RankFailed(5, CAUSE),
     i.ConfirmAbort(5, CAUSE),
     i.AbortConfirmed(5),
-    i.Accept(1 << 63, 4, "kernel:4026531836"),
+    i.Accept(1 << 63, 4, OFFER),
     i.Accepted(1 << 63, 4, b"\x00"),
     i.Revoke(1 << 63),
     i.RevokedAt(1 << 63, -1),
@@ -145,7 +147,7 @@ WIRE = {
     "RankFailed": "room cause",
     "ConfirmAbort": "room cause",
     "AbortConfirmed": "room",
-    "Accept": "writer turn host=",
+    "Accept": "writer turn offer=",
     "Accepted": "writer turn agent error=",
     "Revoke": "writer ended=",
     "RevokedAt": "writer generation",
@@ -163,9 +165,11 @@ PARTS = {
     m.Token: "request attempt room index token_id text finish_reason= logprobs=",
     Layout: "model revision dtype page_size layers kv_heads head_dim policy=",
     RankInfo: "instance role address layout dp_rank= dp_size= cp_rank= cp_size= tp_rank= tp_size= pp_rank= pp_size= "
-    "pages= max_prompt_tokens= max_total_tokens= draining= members= stages=",
+    "pages= max_prompt_tokens= max_total_tokens= draining= members= stages= offer=",
     m.Way: "source target agent",
-    Member: "rank address slice",
+    Member: "rank address slice offer=",
+    Offer: "ways= memory= nics= host=",
+    Nic: "name link",
     Slice: "first_layer layers first_head heads replica= replicas= cp_rank= cp_size= part=",
     Cause: "code message leg= rank= peer= room= state= elapsed_s= param= because=",
     m.Measured: "wait_s= wire_s= descriptors=",

@@ -121,7 +121,11 @@ def test_the_journal_of_a_long_prompt(server: Any) -> None:
     ]  # fmt: skip
     assert all(row["duration_s"] > 0 for row in journal["kvpoll"][:3])
     assert (journal["prefill"], journal["decode"]) == ("prefill-0", "decode-0")
-    assert journal["backend"] == "local"
+    (path,) = (event["detail"] for event in journal["events"] if event["event"] == "data path")
+    assert (journal["backend"], path["backend"]) == ("local", "local") and "on the same host" in path["why"]
+    assert server.instance("decode-0")["data_path_reasons"]["local"] == path["why"]
+    offers = [rank["offer"] for name in ("prefill-0", "decode-0") for rank in server.instance(name)["ranks"]]
+    assert offers == 2 * [{"ways": ["local"], "memory": "shared", "nics": []}]
     token_bytes, layers = 2 * 3 * 64 * 4, 30
     assert journal["kv_bytes"] == tokens * token_bytes * layers
     at = {(e["event"], e["detail"].get("chunk", -1)): e["at_s"] for e in journal["events"]}

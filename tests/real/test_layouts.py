@@ -123,10 +123,10 @@ def test_small_slices_are_staged_over_ucx(server_class: type[Any]) -> None:
         assert_right(server, answers)
         server.wait_baseline()
         transfers = server.room(answers[-1].result())["transfers"]
-        assert {transfer["backend"] for transfer in transfers} == {"ucx+staging"} and len(transfers) == 3
+        assert {transfer["backend"] for transfer in transfers} == {"ucx/host+staging"} and len(transfers) == 3
         # 257 tokens in 60 regions would be 15,420 descriptors each; so many are pages of two chunks, and the row.
         assert all(transfer["descriptors"] <= 10 for transfer in transfers)
-        assert server.instance("decode-0")["data_paths"] == {"ucx+staging": 3}
+        assert server.instance("decode-0")["data_paths"] == {"ucx/host+staging": 3}
         before = pids(server, "prefill-0")
         answers = asked(server, pool)
         server.wait(lambda: server.instance("decode-0")["queues"]["rooms"] >= 1, 60, "a room")

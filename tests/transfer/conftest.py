@@ -202,7 +202,7 @@ def made(transports, memory, incarnation, on_notify):
         host="127.0.0.1", kernel="here", regions=memory.regions, areas=[], incarnation=incarnation,
         on_notify=on_notify, loop=asyncio.get_running_loop(), now_s=time.monotonic, sleep=asyncio.sleep,
     )  # fmt: skip
-    return backends.make_endpoint(TransferSettings(backend="auto", transports=transports, staging_mib=1), site)
+    return backends.make_endpoint(TransferSettings(backend="auto", transports=transports, staging_mib=1), site)[0]
 
 
 async def open_staging(kind, fabric, incarnation, memory, sizes=STAGING_SIZES, costs=None, **options):

@@ -11,15 +11,23 @@ import pytest
 from kvferry.actors.settings import FaultSettings, TransferSettings
 from kvferry.cluster.config_rules import CHOICES
 from kvferry.protocol.errors import ConfigError
-from kvferry.transfer.backends import BACKENDS, Site, chooser, make_endpoint
-from kvferry.transfer.contract import TransferError, WriteOutcome
+from kvferry.protocol.offer import Nic, Offer
+from kvferry.transfer.backends import BACKENDS, Site, make_endpoint
+from kvferry.transfer.contract import Proofs, TransferError, WriteOutcome
 from kvferry.transfer.faulty import FaultyEndpoint
+from kvferry.transfer.nics import Devices
+from kvferry.transfer.several import Several
 from kvferry.transfer.spans import make_spans
-from kvferry.transfer.staging.endpoint import StagingEndpoint
-from kvferry.transfer.ucx import UcxEndpoint
+from kvferry.transfer.ucx_agent import TRANSPORTS, transport
+
+HERE = Offer(host="here")
 
 
-def make(settings, tools, host="127.0.0.1", incarnation=7, memory=None, shared=True, on_notify=None):
+def make(settings, tools, host="127.0.0.1", incarnation=7, memory=None, shared=True, on_notify=None, **more):
+    return make_with_offer(settings, tools, host, incarnation, memory, shared, on_notify, **more)[0]
+
+
+def make_with_offer(settings, tools, host="127.0.0.1", incarnation=7, memory=None, shared=True, on_notify=None, **more):
     memory = memory or tools.Memory()
     site = Site(
         host=host,
@@ -31,6 +39,7 @@ def make(settings, tools, host="127.0.0.1", incarnation=7, memory=None, shared=T
         loop=asyncio.get_running_loop(),
         now_s=time.monotonic,
         sleep=asyncio.sleep,
+        **more,
     )
     return make_endpoint(settings, site)
 
@@ -38,7 +47,7 @@ def make(settings, tools, host="127.0.0.1", incarnation=7, memory=None, shared=T
 @pytest.mark.parametrize(
     ("faults", "kind"),
     [
-        (FaultSettings(), StagingEndpoint),
+        (FaultSettings(), Several),
         (FaultSettings(delay_ms=5), FaultyEndpoint),
         (FaultSettings(stall_after=0), FaultyEndpoint),
         (FaultSettings(late_after_abort_ms=1), FaultyEndpoint),
@@ -47,8 +56,7 @@ def make(settings, tools, host="127.0.0.1", incarnation=7, memory=None, shared=T
 async def test_ucx_and_its_faults(tools, no_survivors, faults, kind):
     endpoint = make(TransferSettings(backend="ucx", self_test_s=0, faults=faults), tools)
     assert isinstance(endpoint, kind) and endpoint.backend == "ucx"
-    assert faults != FaultSettings() or isinstance(endpoint.inner, UcxEndpoint)
-    assert (await endpoint.accept(1)).agent == "kvferry-0000000000000007-0"
+    assert (await endpoint.accept(1, HERE)).agent == "kvferry-0000000000000007-0"
     await endpoint.close()
 
 
@@ -81,34 +89,89 @@ def test_the_configuration_knows_the_backends_that_there_are():
 
 
 @pytest.mark.parametrize(
-    ("host", "transports", "refused", "backend", "why"),
-    [
-        ("here", "host", "", "local", "on the same host, so the pool is mapped"),
-        ("here", "tcp", "", "local", "on the same host, so the pool is mapped"),
-        ("here", "host", "no socket", "ucx", "on the same host, but no socket: UCX over host"),
-        ("there", "tcp", "", "ucx", "on another host: UCX over tcp"),
-        ("there", "tcp", "no socket", "ucx", "on another host: UCX over tcp"),
-        ("", "tcp", "", "ucx", "on a host that is not known: UCX over tcp"),
-    ],
+    ("shared", "mib", "paths"),
+    [(True, 1, ("local", "local")), (False, 1, ("ucx/host", "ucx/host+staging")), (False, 0, ("ucx/host", "ucx/host"))],
 )
-def test_auto_picks_by_where_the_writer_is_and_says_why(host, transports, refused, backend, why):
-    choice = chooser("here", transports, refused)(host)
-    assert choice.backend == backend and why in choice.why
-
-
-def test_auto_refuses_a_writer_that_it_can_not_reach():
-    with pytest.raises(TransferError, match=r"on another host, and transfer\.transports is host; set it to tcp"):
-        chooser("here", "host", "")("there")
-
-
-@pytest.mark.parametrize(
-    ("shared", "mib", "backends"), [(True, 1, ("local",)), (False, 1, ("ucx+staging",)), (False, 0, ("ucx",))]
-)
-async def test_on_one_host_auto_has_what_it_needs_and_no_more(tools, no_survivors, shared, mib, backends):
+async def test_on_one_host_auto_has_what_it_needs_and_no_more(tools, no_survivors, shared, mib, paths):
     endpoint = make(TransferSettings(backend="auto", staging_mib=mib), tools, shared=shared)
-    assert endpoint.backend == "auto" and endpoint.inner.backends == (backends[0].partition("+")[0],)
-    descriptor = await endpoint.accept(9, "here")
-    assert descriptor.backend == backends[0] and "same host" in descriptor.why
+    assert endpoint.backend == "auto" and endpoint.inner.ways == (paths[0],)
+    descriptor = await endpoint.accept(9, HERE)
+    assert (descriptor.way, descriptor.path) == paths and "same host" in descriptor.why
+    await endpoint.close()
+
+
+@pytest.fixture
+def rdma_host(tmp_path):
+    """`sysfs` of a host with one active RDMA port."""
+    port = tmp_path / "infiniband" / "mlx5_0" / "ports" / "1"
+    port.mkdir(parents=True)
+    (port / "link_layer").write_text("InfiniBand\n")
+    (port / "state").write_text("4: ACTIVE\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("rdma", "lacks"), [(False, "no active RDMA port"), (True, "no agent over 'rdma'")])
+async def test_auto_goes_by_tcp_where_rdma_is_not_to_be_had(tools, no_survivors, rdma_host, tmp_path, rdma, lacks):
+    """No port, or one that UCX can't open, as in a container that was not given the device."""
+    sysfs = rdma_host if rdma else tmp_path / "none"
+    endpoint, offer = make_with_offer(TransferSettings(transports="auto"), tools, sysfs=sysfs)
+    assert offer == Offer(("local", "ucx/tcp"), "shared", (), "here")
+    descriptor = await endpoint.accept(9, Offer(host="there"))
+    assert descriptor.way == "ucx/tcp"
+    assert "; not ucx/rdma: " in descriptor.why and lacks in descriptor.why
+    await endpoint.close()
+
+
+async def test_rdma_that_is_asked_for_and_not_there_is_an_error(tools, no_survivors, rdma_host, tmp_path):
+    with pytest.raises(TransferError, match="no active RDMA port on this host; there are none"):
+        make(TransferSettings(backend="ucx", transports="rdma"), tools, sysfs=tmp_path / "none")
+    with pytest.raises(TransferError, match="no agent over 'rdma'"):
+        make(TransferSettings(backend="ucx", transports="rdma"), tools, sysfs=rdma_host)
+    with pytest.raises(ConfigError, match=r"transfer\.ib_device: 'mlx5_1'.*RDMA ports of this host: mlx5_0:1"):
+        make(TransferSettings(transports="auto", ib_device="mlx5_1"), tools, sysfs=rdma_host)
+
+
+async def test_rdma_and_tcp_are_in_one_process(tools, no_survivors, rdma_host, monkeypatch):
+    """Tcp on the loopback device stands for RDMA. Each pair has agents of its own way, whose names never meet."""
+    monkeypatch.setitem(TRANSPORTS, "rdma", TRANSPORTS["tcp"])
+    monkeypatch.setattr(Devices, "over", lambda self, transports: "lo")
+    settings = TransferSettings(transports="auto", staging_mib=0)
+    memories = [tools.Memory(seed=1), tools.Memory(seed=2), tools.Memory()]
+    near, far, target = [
+        make_with_offer(settings, tools, incarnation=number, memory=memory, shared=False, sysfs=rdma_host)
+        for number, memory in enumerate(memories, 1)
+    ]
+    assert target[1] == Offer(("ucx/rdma", "ucx/tcp"), "host", (Nic("mlx5_0:1", "InfiniBand"),), "here")
+    ways = await target[0].accept(1, near[1]), await target[0].accept(2, msgspec.structs.replace(far[1], nics=()))
+    assert [way.path for way in ways] == ["ucx/rdma", "ucx/tcp"]
+    assert [way.agent.rpartition("-")[2] for way in ways] == [str(1 << 20), "0"]
+    for source, way, region in ((near[0], ways[0], 0), (far[0], ways[1], 1)):
+        peer, outcome = await source.connect(way), tools.Outcome()
+        source.write(peer, make_spans(region, region, 0, 0, [tools.REGION_BYTES]), outcome)
+        assert (await outcome).outcome is WriteOutcome.FLUSHED
+        assert np.array_equal(memories[2].arrays[region], memories[region].arrays[region])
+    for endpoint, _ in (near, far, target):
+        await endpoint.close()
+
+
+def test_ucx_is_told_of_a_devices_memory_and_promises_less(tools):
+    drained = Proofs(drained=True, exited=False, revoked=False)
+    told = {(name, device): transport(name, device) for name in ("tcp", "rdma", "rc,ud") for device in (False, True)}
+    assert {key: found.tls for key, found in told.items()} == {
+        ("tcp", False): "tcp", ("tcp", True): "tcp,cuda", ("rdma", False): "ib", ("rdma", True): "ib,cuda",
+        ("rc,ud", False): "rc,ud", ("rc,ud", True): "rc,ud",
+    }  # fmt: skip
+    assert {key for key, found in told.items() if found.proofs != drained} == {("tcp", False)}
+
+
+async def test_a_devices_memory_is_offered_as_such_and_never_mapped(tools, no_survivors):
+    """A backend for host memory is not asked to: the pair is refused."""
+    memory = tools.Memory()
+    memory.regions = tuple(msgspec.structs.replace(region, device=0) for region in memory.regions)
+    endpoint, offer = make_with_offer(TransferSettings(backend="local"), tools, memory=memory)
+    assert offer.memory == "cuda"
+    with pytest.raises(TransferError, match=r"the pool here is cuda memory.*memory shared there, cuda here"):
+        await endpoint.accept(9, Offer(("local",), "shared", (), "here"))
     await endpoint.close()
 
 
@@ -121,9 +184,11 @@ async def test_auto_serves_a_pair_of_one_host_and_one_of_two_at_the_same_time(to
         for number, memory in enumerate(memories, 1)
     ]
     target.expect(+1)
-    ways = await target.accept(1, "here"), await target.accept(2, "there")
+    ways = await target.accept(1, HERE), await target.accept(2, Offer(host="there"))
     assert [way.backend for way in ways] == ["local", "ucx+staging"]
-    assert ways[1].why == "the writer is on another host: UCX over tcp; small slices are staged"
+    assert ways[1].why == (
+        "the writer is on another host: UCX over tcp; not local: the writer is on another host; small slices are staged"
+    )
     assert [(way.proofs.exited, way.proofs.revoked) for way in ways] == [(True, False), (False, True)]
     for source, way, region in ((near, ways[0], 0), (far, ways[1], 1)):
         peer = await source.connect(way)
@@ -137,8 +202,8 @@ async def test_auto_serves_a_pair_of_one_host_and_one_of_two_at_the_same_time(to
     await tools.soon(lambda: sorted(notes) == [b"\0", b"\1"])
     assert np.array_equal(memories[2].arrays[1], memories[1].arrays[1])
     assert (await target.revoke(1), (await target.revoke(2)).writer) == (None, 2)
-    with pytest.raises(TransferError, match="backend is 'fake' there; here there are 'local' and 'ucx'"):
-        await near.connect(msgspec.structs.replace(ways[0], backend="fake"))
+    with pytest.raises(TransferError, match="the way is 'fake' there; here there are 'local' and 'ucx/tcp'"):
+        await near.connect(msgspec.structs.replace(ways[0], way="fake"))
     for endpoint in (near, far, target):
         await endpoint.close()
 
@@ -151,7 +216,7 @@ async def test_ucxx_is_tried_and_says_what_it_took_and_what_proves_its_end(tools
         make(settings, tools, incarnation=number, memory=memory, on_notify=lambda agent, note: notes.append(note))
         for number, memory in enumerate(memories, 1)
     ]
-    descriptor = await target.accept(1, "here")
+    descriptor = await target.accept(1, HERE)
     assert descriptor.backend == "ucxx+staging" and descriptor.at == "127.0.0.1"
     assert (descriptor.proofs.drained, descriptor.proofs.exited, descriptor.proofs.revoked) == (True, False, True)
     peer, outcome = await source.connect(descriptor), tools.Outcome()

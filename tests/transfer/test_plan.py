@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvferry.transfer.contract import SPAN_DTYPE, Region, RegionKind, TransferError
 from kvferry.transfer.plan import pair, plan_pages, plan_row, split, total_bytes
-from kvferry.transfer.spans import check_spans, make_spans
+from kvferry.transfer.spans import by_memory, check_spans, make_spans
 
 GAP = 13  # bytes between regions, so that no two touch
 
@@ -176,3 +176,16 @@ def test_rows_are_checked():
 def test_spans_outside_a_region_are_refused(columns, words):
     with pytest.raises(TransferError, match=words):
         check_spans(make_spans(*columns), [K0], [K0])
+
+
+def test_spans_of_two_kinds_of_memory_are_parted_each_in_its_order():
+    """KV in a device's memory and a row beside it in the host's: a batch has one kind on each side."""
+
+    def region(device):
+        return Region(RegionKind.PAGES, "k", 0, 0, 8, 8, device=device)
+
+    source, target = (region(0), region(-1)), (region(-1), region(3))
+    spans = make_spans([0, 1, 0, 1, 0], [1, 0, 0, 0, 1], [0, 1, 2, 3, 4], 0, [1] * 5)
+    assert [table["source_offset"].tolist() for table in by_memory(spans, source, target)] == [[1, 3], [2], [0, 4]]
+    (same,) = by_memory(spans, (region(-1),) * 2, (region(-1),) * 2)
+    assert same is spans

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvferry.protocol.offer import NOTHING_SAID, Offer
 from kvferry.transfer.contract import TransferError, WriteOutcome, decode_descriptor, encode_descriptor
 from kvferry.transfer.cost import Costs
 from kvferry.transfer.fake import HOST, TCP, FakeFabric
@@ -484,16 +485,18 @@ def test_sizes_follow_from_the_memory_that_there_is(mib, sizes):
 async def test_a_descriptor_says_what_the_one_within_says_of_its_writer(pair_on):
     """Proofs are those of the pair, and the writer's host is known to whom they depend on it."""
     pair = await pair_on(HOST)
-    hosts, accept = [], pair.target.inner.accept
+    offers, accept = [], pair.target.inner.accept
 
-    async def heard(writer, host=""):
-        hosts.append(host)
-        return msgspec.structs.replace(await accept(writer, host), proofs=TCP, why="far", at="there")
+    async def heard(writer, offer=NOTHING_SAID):
+        offers.append(offer)
+        return msgspec.structs.replace(await accept(writer, offer), proofs=TCP, why="far", at="there")
 
     pair.target.inner.accept = heard
-    assert (await pair.target.endpoint.accept(SOURCE)).proofs == TCP and hosts == [""]
-    descriptor = decode_descriptor(encode_descriptor(await pair.target.endpoint.accept(SOURCE, "one")))
-    assert hosts == ["", "one"]
+    assert (await pair.target.endpoint.accept(SOURCE)).proofs == TCP and offers == [NOTHING_SAID]
+    descriptor = decode_descriptor(
+        encode_descriptor(await pair.target.endpoint.accept(SOURCE, one := Offer(host="one")))
+    )
+    assert offers == [NOTHING_SAID, one]
     assert (descriptor.proofs, descriptor.why, descriptor.at) == (TCP, "far; small slices are staged", "there")
     assert pair.peer.descriptor.proofs == pair.peer.inner.descriptor.proofs == HOST
 

@@ -139,7 +139,7 @@ PATTERNS: dict[str, tuple[re.Pattern[str], str]] = {
     # A peer could not dial a wildcard.
     "cluster.bind_host": (re.compile(r"(?!(0\.0\.0\.0|::|\*)$)\S+"), "node, or one address or name of this host"),
     "registry.http_host": (re.compile(r"\S+"), "a host name or an IP address"),
-    "transfer.transports": (re.compile(r"\^?[a-z0-9_]+(,[a-z0-9_]+)*"), "host, tcp, or a list for UCX_TLS"),
+    "transfer.transports": (re.compile(r"\^?[a-z0-9_]+(,[a-z0-9_]+)*"), "auto, host, tcp, rdma, or a list for UCX_TLS"),
 }
 
 

@@ -31,6 +31,7 @@ from kvferry.cluster.secret import load_secret, registry_token
 from kvferry.engine.contract import Engine
 from kvferry.engine.text import TokenizerTexts
 from kvferry.protocol.address import Address
+from kvferry.protocol.offer import Offer
 from kvferry.protocol.rank import LEADER, RankInfo
 from kvferry.transfer.backends import Site, make_endpoint
 from kvferry.transfer.contract import Endpoint, OnNotify
@@ -113,9 +114,10 @@ async def _rank(role: str, name: str, config: Config, network: Network, point: M
     texts = TokenizerTexts(loaded.tokenizer, loaded.eos_token_ids)
     inbox = Inbox()
     endpoint: Endpoint = Nowhere()
-    if role != "unified":
-        endpoint = await _endpoint(config, engine, network, inbox)
     info = _rank_info(role, instance, rank, config, network.address, engine)
+    if role != "unified":
+        endpoint, offer = await _endpoint(config, engine, network, inbox, rank)
+        info = msgspec.structs.replace(info, offer=offer)
     mailbox, clocks, rooms = config.links.mailbox, config.clocks, settings.max_rooms
     digests = ThreadDigests(engine.regions()) if config.transfer.checksum and role != "unified" else None
     parts = Parts(
@@ -191,7 +193,9 @@ async def _group(
     return meeting.leader, await asyncio.to_thread(Group, store, token, place, config.clocks.no_progress_s)
 
 
-async def _endpoint(config: Config, engine: TorchEngine, network: Network, inbox: OnNotify) -> Endpoint:
+async def _endpoint(
+    config: Config, engine: TorchEngine, network: Network, inbox: OnNotify, rank: int
+) -> tuple[Endpoint, Offer]:
     clock = SystemClock()
     site = Site(
         host=own_host(config.cluster.bind_host),
@@ -203,6 +207,7 @@ async def _endpoint(config: Config, engine: TorchEngine, network: Network, inbox
         loop=asyncio.get_running_loop(),
         now_s=clock.now_s,
         sleep=clock.sleep,
+        device=rank,  # nothing else tells the ranks of a host apart while the engine has no device of its own
     )
     return await asyncio.to_thread(make_endpoint, config.transfer, site)
 

@@ -103,6 +103,7 @@ class KVPool:
                         tokens=self.page_size,
                         replica=self._part.replica,
                         replicas=self._part.replicas,
+                        dtype=str(tensor.dtype).removeprefix("torch."),
                     )
                 )
         rows = Region(

@@ -64,11 +64,12 @@ def page_size_lines(status: Mapping[str, Any]) -> list[str]:
 
 
 def path_lines(status: Mapping[str, Any]) -> list[str]:
-    """By which backends KV arrives: pairs of a prefill process and a rank that it writes to."""
+    """Which ways KV arrives, each with a reason for it: pairs of a prefill process and a rank that it writes to."""
     return [
-        f"{instance['id']}: KV arrives by {', '.join(f'{name} ({count})' for name, count in paths.items())}"
+        f"{instance['id']}: KV arrives by {name} ({count}){f': {why}' if why else ''}"
         for instance in status["instances"]
-        if (paths := instance.get("data_paths"))
+        for name, count in instance.get("data_paths", {}).items()
+        for why in [instance.get("data_path_reasons", {}).get(name)]
     ]
 
 

@@ -10,6 +10,7 @@ from kvferry.protocol.address import Address
 from kvferry.protocol.errors import Cause
 from kvferry.protocol.message import Index, Message
 from kvferry.protocol.metadata import Placed
+from kvferry.protocol.offer import Offer
 from kvferry.protocol.rank import RankInfo
 
 
@@ -110,13 +111,13 @@ class AbortConfirmed(Message, frozen=True):
 
 
 class Accept(Message, frozen=True):
-    """Leader -> follower: the process of that incarnation, on that host, will write here. `turn` comes back with the
-    answer.
+    """Leader -> follower: the process of that incarnation, which offers that, will write here. `turn` comes back with
+    the answer.
     """
 
     writer: int
     turn: int
-    host: str = ""
+    offer: Offer = Offer()
 
 
 class Accepted(Message, frozen=True):

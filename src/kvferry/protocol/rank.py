@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kvferry.protocol.address import Address
+from kvferry.protocol.offer import Offer
 
 #: The policies of a handoff: decode allocates before prefill computes, or after it.
 EARLY = "early"
@@ -106,11 +107,19 @@ def share(size: int, rank: int, ranks: int) -> tuple[int, int]:
 
 
 class Member(msgspec.Struct, frozen=True):
-    """A rank as its instance's leader names it to others: its number, its process, and what it has of the KV."""
+    """A rank as its instance's leader names it to others: its number, its process, what it has of the KV, and what it
+    offers for moving it.
+    """
 
     rank: int
     address: Address
     slice: Slice
+    offer: Offer = Offer()
+
+
+def with_host(member: Member) -> Offer:
+    """What it offers, and the host that its address names."""
+    return msgspec.structs.replace(member.offer, host=member.address.host)
 
 
 class RankInfo(msgspec.Struct, frozen=True):
@@ -119,7 +128,8 @@ class RankInfo(msgspec.Struct, frozen=True):
     `layout` is the whole model's, in every rank. `max_prompt_tokens` and `max_total_tokens` are the limits of this
     rank's pool and model. `draining`: it takes no new rooms, finishes those it has, and leaves. `members` are all ranks
     of an instance of several, as its leader registers them: they stay the same as long as the leader lives. `stages`:
-    layers of each pipeline stage, where they are not dealt out evenly.
+    layers of each pipeline stage, where they are not dealt out evenly. `offer`: what this rank's process offers for
+    moving KV.
     """
 
     instance: str
@@ -140,6 +150,7 @@ class RankInfo(msgspec.Struct, frozen=True):
     draining: bool = False
     members: tuple[Member, ...] = ()
     stages: tuple[int, ...] = ()
+    offer: Offer = Offer()
 
     @property
     def computes_first(self) -> bool:
@@ -157,6 +168,13 @@ class RankInfo(msgspec.Struct, frozen=True):
     def ranks(self) -> int:
         """How many ranks the instance has."""
         return self.cp_size * self.tp_size * self.pp_size
+
+    @property
+    def sources(self) -> tuple[Member, ...]:
+        """Its ranks as those that write see them. A lone rank that offers nothing is known by its address."""
+        if self.members or self.offer == Offer():
+            return self.members
+        return (Member(self.rank, self.address, self.slice, self.offer),)
 
     @property
     def slice(self) -> Slice:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvferry.protocol.offer import NOTHING_SAID, Offer
 from kvferry.transfer.contract import (
     Descriptor,
     Endpoint,
@@ -30,8 +31,8 @@ class AroundEndpoint:
     def regions(self) -> tuple[Region, ...]:
         return self.inner.regions
 
-    async def accept(self, writer: int, host: str = "") -> Descriptor:
-        return await self.inner.accept(writer, host)
+    async def accept(self, writer: int, offer: Offer = NOTHING_SAID) -> Descriptor:
+        return await self.inner.accept(writer, offer)
 
     async def revoke(self, writer: int) -> Revoked | None:
         return await self.inner.revoke(writer)

@@ -20,6 +20,8 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
+from kvferry.protocol.offer import NOTHING_SAID, Offer
+
 if TYPE_CHECKING:
     from kvferry.transfer.work import Work
 
@@ -77,6 +79,9 @@ class Region(msgspec.Struct, frozen=True, omit_defaults=True):
     `replica` is this region's number among the `replicas` that the instance's ranks have of the same content: TP above
     the number of heads, or what is not divided by heads. Only one of a source's replicas writes to a target's.
 
+    `device`: the number of the CUDA device that the memory lies in; -1: host memory. `dtype` of its numbers, by torch's
+    name ("" = not said).
+
     `pool`: regions of one pool have the same page numbers (slots); "" is the main one, and in rows and rings the part's
     own.
     """
@@ -97,6 +102,8 @@ class Region(msgspec.Struct, frozen=True, omit_defaults=True):
     replica: _Count = 0
     replicas: _AtLeastOne = 1
     segments: Annotated[tuple[Segment, ...], Meta(max_length=16)] = ()
+    device: Annotated[int, Meta(ge=-1, le=_MOST)] = -1
+    dtype: _Name = ""
 
 
 class Proofs(msgspec.Struct, frozen=True):
@@ -112,7 +119,7 @@ class Proofs(msgspec.Struct, frozen=True):
 class Descriptor(msgspec.Struct, frozen=True):
     """What one writer needs to write here. `generation` counts the agents of this incarnation, so each has a name that
     no other has or had. `proofs` are those that hold for what is written by it; `why` says, for people, why this way
-    was picked for that writer, and `at` where it leads.
+    was picked for that writer, and `at` where it leads. `way` is the one that was picked ("" = there is only one).
     """
 
     backend: Annotated[str, Meta(max_length=64)]
@@ -124,6 +131,13 @@ class Descriptor(msgspec.Struct, frozen=True):
     proofs: Proofs = Proofs(drained=True, exited=False, revoked=False)
     why: Annotated[str, Meta(max_length=1024)] = ""
     at: Annotated[str, Meta(max_length=512)] = ""
+    way: Annotated[str, Meta(max_length=64)] = ""
+
+    @property
+    def path(self) -> str:
+        """For people: the backend, and what it goes over, e.g. "ucx/tcp+staging"."""
+        backend, _, rest = self.backend.partition("+")
+        return (self.way or backend) + (f"+{rest}" if rest else "")
 
 
 class Revoked(msgspec.Struct, frozen=True):
@@ -186,9 +200,9 @@ class Endpoint(Protocol):
     """One process's end of the data plane. All methods are called from one asyncio loop and never block it.
 
     * `regions` are those given at construction: what `accept` offers, and what `write` reads.
-    * `accept(writer, host)`: the descriptor for that process (an incarnation), and for no other. It is the same one
-      until `revoke`. `host` is that of its `Address` ("" = not known); only who has several backends looks at it.
-      Raises TransferError when the backend can't have another receiving agent.
+    * `accept(writer, offer)`: the descriptor for that process (an incarnation), and for no other. It is the same one
+      until `revoke`. `offer` is what that process has; only who chooses between ways looks at it. Raises TransferError
+      when the backend can't have another receiving agent, or there is no way from that process to this one.
     * `revoke(writer)` destroys the receiving agent of that process, if there is one. Writes through it end BROKEN at
       the writer. It answers with the proof, or None where there was no agent, or where a writer may reach memory
       without us (`Descriptor.proofs`).
@@ -209,7 +223,7 @@ class Endpoint(Protocol):
     def backend(self) -> str: ...
     @property
     def regions(self) -> tuple[Region, ...]: ...
-    async def accept(self, writer: int, host: str = "") -> Descriptor: ...
+    async def accept(self, writer: int, offer: Offer = NOTHING_SAID) -> Descriptor: ...
     async def revoke(self, writer: int) -> Revoked | None: ...
     def writer_exited(self, writer: int) -> None: ...
     async def connect(self, descriptor: Descriptor) -> Peer: ...

@@ -36,7 +36,9 @@ def describe(error: BaseException) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class DriverParts:
-    """What a driver is given. Peers reach it at `host`; `deliver` is the endpoint's."""
+    """What a driver is given. Peers reach it at `host`; `deliver` is the endpoint's; agents are numbered from
+    `generations_from` on.
+    """
 
     regions: tuple[Region, ...]
     incarnation: int
@@ -47,6 +49,7 @@ class DriverParts:
     host: str
     batch_bytes: int
     max_agents: int
+    generations_from: int
 
 
 class Driver(ABC, Generic[P, W, A]):
@@ -61,7 +64,7 @@ class Driver(ABC, Generic[P, W, A]):
         self._on_notify, self._now_s, self._deliver = parts.on_notify, parts.now_s, parts.deliver
         self._proofs = proofs
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._generation = -1  # of the last agent that was made
+        self._generation = parts.generations_from - 1  # of the last agent that was made
         self._accepted: dict[int, int] = {}  # the generation of each writer's; kept when a failure has ended all agents
         self._peers: dict[str, P] = {}  # by the target's agent
         self._closing = False

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from kvferry.protocol.offer import NOTHING_SAID, Offer
 from kvferry.transfer.contract import (
     Descriptor,
     OnNotify,
@@ -96,7 +97,7 @@ class FakeEndpoint:
         """Those that have a receiving agent here."""
         return set(self._writers)
 
-    async def accept(self, writer: int, host: str = "") -> Descriptor:
+    async def accept(self, writer: int, offer: Offer = NOTHING_SAID) -> Descriptor:
         self._check_open()
         agent = self._writers.get(writer)
         if agent is None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from threading import Thread
 
+from kvferry.protocol.offer import NOTHING_SAID, Offer
 from kvferry.transfer.contract import (
     Descriptor,
     OnNotify,
@@ -93,7 +94,7 @@ class LocalEndpoint:
 
     # --- as a target ---
 
-    async def accept(self, writer: int, host: str = "") -> Descriptor:
+    async def accept(self, writer: int, offer: Offer = NOTHING_SAID) -> Descriptor:
         self._check_open()
         if not self._areas:
             raise TransferError(f"{self._name}: its memory can't be shared")

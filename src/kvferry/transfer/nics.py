@@ -1,18 +1,21 @@
 """Which network devices a rank's KV goes by, where somebody has said so: `transfer.ib_device`.
 
 It may be one name ("mlx5_0", or "mlx5_0:2" for its second port), several ("mlx5_0,mlx5_1", or a list), a map from the
-rank's device to either ({"0": "mlx5_0"}, also as a JSON text), or the path of a JSON file with such a map.
+rank's device to either ({"0": "mlx5_0"}, also as a JSON text), or the path of a JSON file with such a map. A rank that
+has no device goes by its number within its instance.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.offer import Nic
+from kvferry.transfer.ways import AUTO, HOST, RDMA, TCP
 
 KEY = "transfer.ib_device"
 #: Names, or a map from a device's number to names.
@@ -22,21 +25,103 @@ _NAME = re.compile(r"[A-Za-z0-9_.@-]+(:[1-9][0-9]?)?")
 _FORMS = "a device's name, a list of names, a map from device numbers to names, or the path of a JSON file with one"
 
 
-def ucx_devices(value: IbDevice, device: int, known: Mapping[str, bool] | None = None) -> str:
-    """UCX_NET_DEVICES for the rank on `device` ("" = nobody has said). `known`: the devices of this host by name, and
-    whether each is an RDMA device, for which UCX wants a port.
+class Port(NamedTuple):
+    """A port of an RDMA device, e.g. "mlx5_0:1"; `link` is its link layer, "InfiniBand" or "Ethernet" (RoCE)."""
 
-    Raises ConfigError for what is not of one of the forms, for a device that the map leaves out, and for names that
-    this host does not have.
+    name: str
+    link: str
+    state: str
+
+    @property
+    def is_active(self) -> bool:
+        return self.state == "ACTIVE"
+
+
+class Devices(NamedTuple):
+    """The devices of one rank: `net` for tcp ("" = nobody has said), and active ports for RDMA; `lacking` is to be said
+    when there are none of these.
     """
+
+    net: str
+    rdma: Sequence[Port]
+    lacking: str
+
+    @property
+    def nics(self) -> tuple[Nic, ...]:
+        return tuple(Nic(port.name, port.link) for port in self.rdma)
+
+    def over(self, transports: str) -> str:
+        """UCX_NET_DEVICES. With a list of transports of one's own, UCX is told all that were named."""
+        ports = ",".join(port.name for port in self.rdma)
+        if transports in (HOST, TCP):
+            return self.net
+        return ports if transports == RDMA else ",".join(filter(None, (ports, self.net)))
+
+
+def devices_for(value: IbDevice, device: int, transports: str, sysfs: Path = Path("/sys/class")) -> Devices:
+    """The devices of this host (`sysfs`) for the rank on `device`: those that `value` names, and where it is None every
+    active RDMA port, among which UCX takes the nearest by the host's topology.
+
+    Raises ConfigError for what is not of one of the forms, for a device that the map leaves out, for one that this host
+    does not have, and for one that `transports` have no use for.
+    """
+    net, ports = net_devices(sysfs), rdma_ports(sysfs)
     if value is None:
+        found = [port for port in ports if port.is_active] if transports in (AUTO, RDMA) else []
+        return Devices("", found, f"no active RDMA port on this host; there are {_shown(ports)}")
+    of_net: list[str] = []
+    of_rdma: list[Port] = []
+    for name in names_for(value, device):
+        port = next((port for port in ports if port.name == (name if ":" in name else f"{name}:1")), None)
+        if transports == (RDMA if port is None else TCP) or (port is None and name not in net):
+            raise ConfigError(KEY, name, _allowed(transports, net, ports))
+        if port is None:
+            of_net.append(name)
+        else:
+            of_rdma.append(port)
+    active = [port for port in of_rdma if port.is_active]
+    lacking = f"{KEY} names no active RDMA port, but {_shown(of_rdma)}" if of_rdma else f"{KEY} names no RDMA device"
+    return Devices(",".join(of_net), active, lacking)
+
+
+def net_devices(sysfs: Path = Path("/sys/class")) -> tuple[str, ...]:
+    return tuple(sorted(entry.name for entry in _entries(sysfs / "net")))
+
+
+def rdma_ports(sysfs: Path = Path("/sys/class")) -> tuple[Port, ...]:
+    """The ports of all RDMA devices, as the kernel lists them (infiniband/DEVICE/ports/N/{link_layer,state})."""
+    return tuple(
+        Port(f"{device.name}:{port.name}", _text(port / "link_layer"), _text(port / "state").rpartition(": ")[2])
+        for device in sorted(_entries(sysfs / "infiniband"))
+        for port in sorted(_entries(device / "ports"), key=lambda port: (len(port.name), port.name))
+    )
+
+
+def _entries(folder: Path) -> list[Path]:
+    return list(folder.iterdir()) if folder.is_dir() else []
+
+
+def _text(path: Path) -> str:
+    """A device may go while we look: it has no link then, and is not active."""
+    try:
+        return path.read_text().strip()
+    except OSError:
         return ""
-    names, there = names_for(value, device), host_devices() if known is None else known
-    for name in names:
-        if name.partition(":")[0] not in there:
-            have = ", ".join(sorted(there)) or "none"
-            raise ConfigError(KEY, name, f"network devices of this host: {have}")
-    return ",".join(f"{name}:1" if there[name.partition(":")[0]] and ":" not in name else name for name in names)
+
+
+def _shown(ports: Sequence[Port]) -> str:
+    return ", ".join(f"{port.name} ({port.link}, {port.state})" for port in ports) or "none"
+
+
+def _allowed(transports: str, net: Sequence[str], ports: Sequence[Port]) -> str:
+    """For the error: what may be named."""
+    of_net = f"network devices of this host: {', '.join(net) or 'none'}"
+    of_rdma = f"RDMA ports of this host: {_shown(ports)}"
+    if transports == TCP:
+        return f"{of_net}, as transfer.transports is tcp"
+    if transports == RDMA:
+        return f"{of_rdma}, as transfer.transports is rdma"
+    return f"{of_net}; {of_rdma}"
 
 
 def check_form(value: IbDevice) -> str:
@@ -60,15 +145,6 @@ def names_for(value: IbDevice, device: int) -> tuple[str, ...]:
             raise ConfigError(KEY, value, f"a map with device {device} in it; it has {', '.join(sorted(found))}")
         found = found[str(device)]
     return _names(found, value)
-
-
-def host_devices() -> dict[str, bool]:
-    """The devices of this host: name -> whether it does RDMA."""
-    found: dict[str, bool] = {}
-    for kind, rdma in (("net", False), ("infiniband", True)):
-        folder = Path("/sys/class") / kind
-        found |= {entry.name: rdma for entry in folder.iterdir()} if folder.is_dir() else {}
-    return found
 
 
 def _parsed(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvferry.protocol.offer import NOTHING_SAID, Offer
 from kvferry.transfer.contract import (
     Descriptor,
     Peer,
@@ -26,7 +27,7 @@ class Nowhere:
 
     regions: tuple[Region, ...] = ()
 
-    async def accept(self, writer: int, host: str = "") -> Descriptor:
+    async def accept(self, writer: int, offer: Offer = NOTHING_SAID) -> Descriptor:
         raise TransferError("this instance has no data plane")
 
     async def revoke(self, writer: int) -> Revoked | None:

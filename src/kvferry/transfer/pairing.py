@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvferry.transfer.blocks import Columns
-from kvferry.transfer.contract import Region, RegionKind, TransferError
-from kvferry.transfer.layout import Cell, Cells, Key, cells_of, entries_of, gives, is_opaque
+from kvferry.transfer.contract import SELF_TEST, Region, RegionKind, TransferError
+from kvferry.transfer.layout import METADATA, Cell, Cells, Key, cells_of, entries_of, gives, is_opaque
 
 
 @dataclass(frozen=True)
@@ -140,22 +140,41 @@ def pair_common(source_regions: Sequence[Region], target_regions: Sequence[Regio
 
 
 def check_given(source_regions: Sequence[Region], pairings: Sequence[Pairing]) -> None:
-    """Raises TransferError, naming the first region of pages that is not given whole to the targets of these pairings,
-    of those that no other source rank has.
+    """Raises TransferError, naming the first region that is not given whole to the targets of these pairings, of those
+    that no other source rank has. Of the metadata only leaders give any.
     """
     given: dict[int, set[tuple[int, int]]] = {}
-    for group in (group for pairing in pairings for group in pairing.pages):
+    for group in (group for pairing in pairings for group in pairing.groups):
         table = zip(group.columns.source_region, group.columns.source_start, group.columns.width, strict=True)
         for at, start, width in table:
             given.setdefault(int(at), set()).add((int(start), int(width)))
     for at, region in enumerate(source_regions):
-        if region.kind is not RegionKind.PAGES or region.replicas != 1:
+        shared = max([region.replicas, *(segment.replicas for segment in region.segments)]) > 1
+        if shared or region.part in (METADATA, SELF_TEST):
             continue
         wanted, found = region.item_bytes // entries_of(region), sum(width for _, width in given.get(at, ()))
         if found != wanted:
             raise TransferError(
-                f"of the {wanted} bytes that this rank has of {region.part} of layer {region.layer} per entry, its "
+                f"of the {wanted} bytes that this rank has of {_label(region)} of layer {region.layer} per entry, its "
                 f"targets have {found}"
+            )
+
+
+def check_wanted(source: Sequence[Region], rank: int, target: Sequence[Region], *, undivided: bool) -> None:
+    """Raises TransferError for what target rank `rank` has of a layer that this source rank has too, and of which it
+    has nothing: scales beside pages without, a latent beside K and V, another state. Every rank has its heads of all
+    that a layer has, so no other source rank gives it. With `undivided`, also of what is not divided by heads, which
+    need not be in every rank.
+    """
+    ours = cells_of("source", source)
+    layers = {(key.stack, key.layer) for key in ours}
+    for key, cell in sorted(cells_of("target", target).items()):
+        alike = (key.stack, key.layer) in layers and key.part != METADATA and (undivided or cell.heads > 0)
+        if alike and key not in ours:
+            found = ", ".join(sorted({known.part for known in ours if known[:2] == key[:2]}))
+            of = f"{cell.region.kind.value} of {key}"
+            raise TransferError(
+                f"source lacks {of}, which target rank {rank} has; of that layer the source has {found}"
             )
 
 
@@ -189,6 +208,8 @@ def _check(key: Key, source: Cell, target: Cell) -> None:
             _equal(key, "item_bytes", ours.item_bytes, theirs.item_bytes)
     else:
         _equal(key, "bytes per head", source.head_bytes, target.head_bytes)
+    if ours.dtype and theirs.dtype:
+        _equal(key, "dtype", ours.dtype, theirs.dtype)
     for name in ("entry_tokens", "window"):
         _equal(key, name, getattr(ours, name), getattr(theirs, name))
 

@@ -6,7 +6,7 @@ A rank has slices: layers and heads, and a number among the ranks that have the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -88,7 +88,7 @@ def _of(part: str, ranks: _Ranks) -> list[tuple[int, Slice]]:
 
 
 def _pairs(part: str, sources: list[tuple[int, Slice]], targets: list[tuple[int, Slice]]) -> set[tuple[int, int]]:
-    axes = _Axes(part, [piece for _, piece in (*sources, *targets)])
+    axes = _Axes(part, [piece for _, piece in sources], [piece for _, piece in targets])
     pairs: set[tuple[int, int]] = set()
     held = axes.empty()
     for _, ours in sources:
@@ -118,12 +118,13 @@ class _Axes:
     number of slices, and not on what a peer says of its layers and heads.
     """
 
-    def __init__(self, part: str, pieces: Iterable[Slice]) -> None:
-        every = list(pieces)
+    def __init__(self, part: str, sources: Sequence[Slice], targets: Sequence[Slice]) -> None:
+        every = [*sources, *targets]
+        self._part, self._sides = part, f"(source: {_extent(sources)}; target: {_extent(targets)})"
         divided = {piece.heads > 0 for piece in every}
         if len(divided) > 1:
-            raise TransferError(f"{part}: divided by heads at one side, not divided at the other")
-        self._part, self._divided = part, divided == {True}
+            raise TransferError(f"{part}: divided by heads in some ranks, not in others {self._sides}")
+        self._divided = divided == {True}
         self._layers = sorted({bound for p in every for bound in (p.first_layer, p.first_layer + p.layers)})
         self._heads = sorted({bound for p in every for bound in (p.first_head, p.first_head + max(p.heads, 1))})
         if len(self._layers) * len(self._heads) > _MOST_CELLS:
@@ -148,4 +149,16 @@ class _Axes:
         what = f"{self._part} of layer {self._layers[layer]}"
         if self._divided:
             what = f"heads {self._heads[head]} to {self._heads[head + 1] - 1} of {what}"
-        raise TransferError(text.format(side=side, what=what))
+        raise TransferError(f"{text.format(side=side, what=what)} {self._sides}")
+
+
+def _extent(pieces: Sequence[Slice]) -> str:
+    """What the ranks of a side have in all."""
+    if not pieces:
+        return "none"
+    layers = f"layers {min(p.first_layer for p in pieces)} to {max(p.first_layer + p.layers for p in pieces) - 1}"
+    heads = {p.heads > 0 for p in pieces}
+    if heads == {False}:
+        return f"{layers}, not divided"
+    first, end = min(p.first_head for p in pieces), max(p.first_head + p.heads for p in pieces)
+    return f"{layers}, heads {first} to {end - 1}" + ("" if heads == {True} else ", some not divided")

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import numpy as np
 
+from kvferry.protocol.offer import NOTHING_SAID, Offer
 from kvferry.transfer.around import AroundEndpoint
 from kvferry.transfer.contract import (
     SELF_TEST,
@@ -76,8 +77,8 @@ class SelfTested(AroundEndpoint):
             self.failed += 1
             _log.error("%s: what %s wrote in its self-test does not lie here", name, agent)
 
-    async def accept(self, writer: int, host: str = "") -> Descriptor:
-        return msgspec.structs.replace(await self.inner.accept(writer, host), at=self._at)
+    async def accept(self, writer: int, offer: Offer = NOTHING_SAID) -> Descriptor:
+        return msgspec.structs.replace(await self.inner.accept(writer, offer), at=self._at)
 
     async def connect(self, descriptor: Descriptor) -> Peer:
         """Raises TransferError, naming the advertised address, also where the path does not carry the row."""

@@ -1,7 +1,8 @@
-"""Several backends behind one endpoint: the target picks one for each process that is to write to it, and says why.
+"""One or several backends behind one endpoint: the target picks a way for each process that is to write to it, and says
+why.
 
-Not here: what backends there are (backends.py), and how any of them moves bytes. What is written, and what proves that
-it has ended, is each backend's own: a descriptor says whose it is.
+Not here: what is picked (ways.py), what backends there are (backends.py), and how any of them moves bytes. What is
+written, and what proves that it has ended, is each backend's own: a descriptor says whose it is.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
+from kvferry.protocol.offer import NOTHING_SAID, Offer
 from kvferry.transfer.contract import (
     Descriptor,
     Endpoint,
@@ -21,22 +23,17 @@ from kvferry.transfer.contract import (
     WriteHandle,
     WriteResult,
 )
+from kvferry.transfer.ways import Choice
 from kvferry.transfer.work import Work
 
-BACKEND = "auto"
+#: As much as a descriptor holds.
+_MOST_WHY = 1024
 
 _log = logging.getLogger(__name__)
 
 
-class Choice(msgspec.Struct, frozen=True):
-    """A backend's name, and why it was picked."""
-
-    backend: str
-    why: str
-
-
-#: Picks for a writer by the host of its `Address`. Raises TransferError when no backend here reaches it.
-Choose = Callable[[str], Choice]
+#: Picks the way for a writer by what it offers. Raises TransferError when there is none.
+Choose = Callable[[Offer], Choice]
 
 
 class SeveralWrite:
@@ -51,37 +48,39 @@ class SeveralWrite:
 
 
 class Several:
-    """`Endpoint` over `endpoints`, by their backends' names; all have the same regions and the same notifications."""
+    """`Endpoint` over `endpoints`, by their ways; all have the same regions and the same notifications. `backend` is
+    the one that was asked for, or "auto".
+    """
 
-    def __init__(self, endpoints: Mapping[str, Endpoint], choose: Choose, incarnation: int) -> None:
-        self._endpoints, self._choose = dict(endpoints), choose
+    def __init__(self, backend: str, endpoints: Mapping[str, Endpoint], choose: Choose, incarnation: int) -> None:
+        self._backend, self._endpoints, self._choose = backend, dict(endpoints), choose
         self._name = f"kvferry-{incarnation:016x}"
         self._chosen: dict[int, Choice] = {}  # by the writer's incarnation
 
     @property
     def backend(self) -> str:
-        return BACKEND
+        return self._backend
 
     @property
-    def backends(self) -> tuple[str, ...]:
+    def ways(self) -> tuple[str, ...]:
         return tuple(self._endpoints)
 
     @property
     def regions(self) -> tuple[Region, ...]:
         return next(iter(self._endpoints.values())).regions
 
-    async def accept(self, writer: int, host: str = "") -> Descriptor:
+    async def accept(self, writer: int, offer: Offer = NOTHING_SAID) -> Descriptor:
         choice = self._chosen.get(writer)
         if choice is None:
-            choice = self._chosen[writer] = self._choose(host)
-            _log.info("%s: process %016x writes here by %s: %s", self._name, writer, choice.backend, choice.why)
-        descriptor = await self._endpoints[choice.backend].accept(writer, host)
+            choice = self._chosen[writer] = self._choose(offer)
+            _log.info("%s: process %016x writes here by %s: %s", self._name, writer, choice.way, choice.why)
+        descriptor = await self._endpoints[choice.way].accept(writer, offer)
         why = f"{choice.why}; {descriptor.why}" if descriptor.why else choice.why
-        return msgspec.structs.replace(descriptor, why=why)
+        return msgspec.structs.replace(descriptor, why=why[:_MOST_WHY], way=choice.way)
 
     async def revoke(self, writer: int) -> Revoked | None:
         choice = self._chosen.pop(writer, None)
-        return None if choice is None else await self._endpoints[choice.backend].revoke(writer)
+        return None if choice is None else await self._endpoints[choice.way].revoke(writer)
 
     def writer_exited(self, writer: int) -> None:
         """By which it came is forgotten with its agent."""
@@ -89,10 +88,10 @@ class Several:
             endpoint.writer_exited(writer)
 
     async def connect(self, descriptor: Descriptor) -> Peer:
-        endpoint = self._named(descriptor.backend)
+        endpoint = self._endpoints.get(descriptor.way)
         if endpoint is None:
             ours = " and ".join(map(repr, self._endpoints))
-            raise TransferError(f"{descriptor.agent}: backend is {descriptor.backend!r} there; here there are {ours}")
+            raise TransferError(f"{descriptor.agent}: the way is {descriptor.way!r} there; here there are {ours}")
         return await endpoint.connect(descriptor)
 
     def write(self, peer: Peer, work: Work, on_end: Callable[[WriteResult], None]) -> WriteHandle:
@@ -120,11 +119,7 @@ class Several:
             await endpoint.close()
 
     def _of(self, peer: Peer) -> Endpoint:
-        endpoint = self._named(peer.descriptor.backend)
+        endpoint = self._endpoints.get(peer.descriptor.way)
         if endpoint is None:
             raise TransferError(f"{self._name}: {peer!r} is not a peer of this endpoint")
         return endpoint
-
-    def _named(self, backend: str) -> Endpoint | None:
-        """What stands behind a + says how, not by which of them."""
-        return self._endpoints.get(backend.partition("+")[0])

@@ -73,6 +73,20 @@ def region_bytes(regions: Sequence[Region]) -> NDArray[np.int64]:
     return _of(regions)[1]
 
 
+def in_device(regions: Sequence[Region]) -> bool:
+    """Some of them lie in a device's memory."""
+    return any(region.device >= 0 for region in regions)
+
+
+def by_memory(spans: Spans, source: Sequence[Region], target: Sequence[Region]) -> list[Spans]:
+    """The same spans, in tables each of whose sides lies in one kind of memory; each table in the order given."""
+    if not (in_device(source) or in_device(target)):
+        return [spans]
+    here, there = (np.array([region.device >= 0 for region in regions]) for regions in (source, target))
+    kinds = 2 * here[spans["source_region"]] + there[spans["target_region"]]
+    return [spans[kinds == kind] for kind in np.unique(kinds)]
+
+
 def addresses(spans: Spans, regions: Sequence[Region], side: str) -> NDArray[np.uint64]:
     """Absolute address of each span's first byte on one side ("source" or "target"), uint64[spans]."""
     bases = _of(regions)[0]

@@ -12,6 +12,7 @@ from functools import partial
 from threading import Thread
 from typing import Any, ClassVar, Generic, Required, TypedDict, TypeVar
 
+from kvferry.protocol.offer import NOTHING_SAID, Offer
 from kvferry.transfer.contract import (
     Descriptor,
     OnNotify,
@@ -38,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 class Options(TypedDict, total=False):
     """What every such endpoint takes. Peers reach it at `host`; it has at most `max_agents` agents at a time, one for
-    each writer and one for each target, and posts at most `batch_bytes` at a time.
+    each writer and one for each target, numbered from `generations_from` on, and posts at most `batch_bytes` at a time.
     """
 
     regions: Required[tuple[Region, ...]]
@@ -50,6 +51,7 @@ class Options(TypedDict, total=False):
     host: str
     batch_bytes: int
     max_agents: int
+    generations_from: int
 
 
 class ThreadedEndpoint(Generic[P, W]):
@@ -76,6 +78,7 @@ class ThreadedEndpoint(Generic[P, W]):
         host: str = "127.0.0.1",
         batch_bytes: int = 8 * 1024 * 1024,
         max_agents: int = 256,
+        generations_from: int = 0,
     ) -> None:
         self._regions, self._incarnation = regions, incarnation
         self._name = f"kvferry-{incarnation:016x}"
@@ -84,6 +87,7 @@ class ThreadedEndpoint(Generic[P, W]):
         parts = DriverParts(
             regions=regions, incarnation=incarnation, on_notify=on_notify, now_s=now_s, deliver=self._deliver,
             transports=transports, host=host, batch_bytes=batch_bytes, max_agents=max_agents,
+            generations_from=generations_from,
         )  # fmt: skip
         self._driver = make_driver(parts)
         self._ready: Future[None] = Future()
@@ -107,7 +111,7 @@ class ThreadedEndpoint(Generic[P, W]):
     def regions(self) -> tuple[Region, ...]:
         return self._regions
 
-    async def accept(self, writer: int, host: str = "") -> Descriptor:
+    async def accept(self, writer: int, offer: Offer = NOTHING_SAID) -> Descriptor:
         self._check_open()
         accepted: asyncio.Future[Descriptor] = self._loop.create_future()
         self._command(partial(self._driver.accept, writer, partial(_settle, accepted)))

@@ -5,7 +5,8 @@ the device are pinned here. "host" is CMA (one process copies into another's mem
 bytes; notifications, connection set-up and failure detection go over tcp on the loopback device, because UCX's
 shared-memory transports can't report the death of a peer and NIXL asks for that. "tcp" takes the device that has
 the address on which this process is reached: with two devices UCX would spread each write over both, and a peer may
-reach only one of them.
+reach only one of them. "rdma" is all that UCX has for RDMA devices (rc, ud, dc, srd), on ports that are named; among
+several UCX takes the nearest.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from kvferry.transfer.contract import Descriptor, Proofs, Region, TransferError
 from kvferry.transfer.devices import device_of
 from kvferry.transfer.driver import describe
 from kvferry.transfer.names import agent_name, metadata_of
-from kvferry.transfer.spans import region_bytes
+from kvferry.transfer.spans import in_device, region_bytes
 
 BACKEND = "ucx"
 
@@ -44,6 +45,9 @@ class Transport(msgspec.Struct, frozen=True):
     others: tuple[tuple[str, str], ...] = ()
 
 
+#: What is known of a transport that was not measured.
+_DRAINED = Proofs(drained=True, exited=False, revoked=False)
+
 #: Whole pages in a segment, sent from where they lie: a tenth faster than with UCX's own 8 and 64 KiB.
 _TCP_OPTIONS = (("UCX_TCP_TX_SEG_SIZE", "256k"), ("UCX_TCP_RX_SEG_SIZE", "256k"), ("UCX_ZCOPY_THRESH", "0"))
 
@@ -53,6 +57,7 @@ _TCP_OPTIONS = (("UCX_TCP_TX_SEG_SIZE", "256k"), ("UCX_TCP_RX_SEG_SIZE", "256k")
 TRANSPORTS = {
     "host": Transport("cma,tcp,self", "lo", Proofs(drained=True, exited=True, revoked=False)),
     "tcp": Transport("tcp", OWN_DEVICE, Proofs(drained=True, exited=False, revoked=True), _TCP_OPTIONS),
+    "rdma": Transport("ib", "", _DRAINED),
 }
 
 
@@ -69,9 +74,15 @@ _decoder = msgspec.msgpack.Decoder(UcxMetadata)
 _environment = Lock()
 
 
-def transport(name: str) -> Transport:
-    """A named transport, or `name` itself as UCX_TLS, of which nothing but drained is known."""
-    return TRANSPORTS.get(name) or Transport(name, "", Proofs(drained=True, exited=False, revoked=False))
+def transport(name: str, of_device: bool = False) -> Transport:
+    """A named transport, or `name` itself as UCX_TLS, of which nothing but drained is known. `of_device`: of regions in
+    a CUDA device's memory, for which UCX needs its copies (cuda_copy, cuda_ipc and, where there is one, gdr_copy). A
+    writer on the same host may then reach them by itself, so no more is known of these either.
+    """
+    found = TRANSPORTS.get(name) or Transport(name, "", _DRAINED)
+    if of_device and name in TRANSPORTS:
+        return msgspec.structs.replace(found, tls=f"{found.tls},cuda", proofs=_DRAINED)
+    return found
 
 
 def nixl_errors() -> tuple[type[Exception], ...]:
@@ -132,7 +143,7 @@ def open_agent(
     already stays: errors reach us as exceptions, and UCX would print each of them as well.
     """
     with _environment:
-        chosen = transport(transports)
+        chosen = transport(transports, in_device(regions))
         os.environ["UCX_TLS"] = chosen.tls
         taken = devices or (device_of(host) if chosen.devices == OWN_DEVICE else chosen.devices)
         if taken:
@@ -144,9 +155,7 @@ def open_agent(
         # Not `import nixl`: that imports torch and picks the build for the newest CUDA.
         api = importlib.import_module("nixl_cu12._api")
         agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False))
-    registration = None
-    if regions:
-        registration = agent.register_memory(_areas(regions), "DRAM")
+    registration = [agent.register_memory(areas, kind) for kind, areas in _areas(regions)]
     metadata = UcxMetadata(transports, os.getpid(), bytes(agent.get_agent_metadata()))
     return agent, registration, _encoder.encode(metadata)
 
@@ -155,7 +164,7 @@ def add_peer(agent: Any, transports: str, descriptor: Descriptor) -> None:
     """Make a peer known to the agent. Raises TransferError, and then leaves nothing behind."""
     name = descriptor.agent
     metadata = metadata_of(descriptor, _decoder, transports)
-    if transports == "host":
+    if transports == "host":  # which moves host memory only (kvferry.transfer.ways)
         _check_reach(name, metadata.pid, descriptor.regions)
     refused: tuple[type[Exception], ...] = (*nixl_errors(), UnicodeDecodeError)  # the last: the name in it is no text
     try:
@@ -173,24 +182,32 @@ def add_peer(agent: Any, transports: str, descriptor: Descriptor) -> None:
         raise
 
 
-def _areas(regions: Sequence[Region]) -> np.ndarray[Any, np.dtype[np.uint64]]:
+def _areas(regions: Sequence[Region]) -> list[tuple[str, np.ndarray[Any, np.dtype[np.uint64]]]]:
+    """(NIXL's kind of memory, areas of it) of all regions."""
     areas = np.zeros((len(regions), 3), dtype=np.uint64)  # address, length, device
     areas[:, 0] = [region.base for region in regions]
     areas[:, 1] = region_bytes(regions)
-    return areas
+    areas[:, 2] = [max(region.device, 0) for region in regions]
+    kinds = np.array([kind_of(region) for region in regions])
+    return [(str(kind), areas[kinds == kind]) for kind in np.unique(kinds)]
+
+
+def kind_of(region: Region) -> str:
+    """NIXL's name for the memory that it lies in."""
+    return "VRAM" if region.device >= 0 else "DRAM"
 
 
 def _check_registered(agent: Any, descriptor: Descriptor) -> None:
     """The peer's metadata must cover every region that its descriptor promises."""
-    if not descriptor.regions:
-        return
-    try:
-        prepared = agent.prep_xfer_dlist(descriptor.agent, _areas(descriptor.regions), "DRAM")
-    except nixl_errors() as error:
-        raise TransferError(
-            f"{descriptor.agent}: a region of its {len(descriptor.regions)} is not registered there: {describe(error)}"
-        ) from error
-    agent.release_dlist_handle(prepared)
+    for kind, areas in _areas(descriptor.regions):
+        try:
+            prepared = agent.prep_xfer_dlist(descriptor.agent, areas, kind)
+        except nixl_errors() as error:
+            count = len(descriptor.regions)
+            raise TransferError(
+                f"{descriptor.agent}: a region of its {count} is not registered there: {describe(error)}"
+            ) from error
+        agent.release_dlist_handle(prepared)
 
 
 class _Area(ctypes.Structure):

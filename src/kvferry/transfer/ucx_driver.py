@@ -14,6 +14,7 @@ from typing import ClassVar
 from kvferry.transfer.contract import Descriptor, TransferError
 from kvferry.transfer.driver import DriverParts
 from kvferry.transfer.polling import PollingDriver
+from kvferry.transfer.spans import in_device
 from kvferry.transfer.ucx_agent import BACKEND, Agent, add_peer, transport
 from kvferry.transfer.ucx_peer import UcxPeer, UcxWrite
 
@@ -30,7 +31,7 @@ class UcxDriver(PollingDriver[UcxPeer, UcxWrite, Agent]):
     _backend: ClassVar[str] = BACKEND
 
     def __init__(self, parts: DriverParts, *, devices: str, poll_busy_ms: float, poll_idle_ms: float) -> None:
-        proofs = transport(parts.transports).proofs
+        proofs = transport(parts.transports, in_device(parts.regions)).proofs
         super().__init__(parts, proofs, poll_busy_ms=poll_busy_ms, poll_idle_ms=poll_idle_ms)
         self._devices = devices
         self._spare: Agent | None = None

@@ -20,8 +20,8 @@ import numpy as np
 from kvferry.transfer.contract import Descriptor, Region, Spans, WriteOutcome, WriteResult
 from kvferry.transfer.driver import describe
 from kvferry.transfer.queued_peer import Deliver, QueuedPeer
-from kvferry.transfer.spans import addresses, split, total_bytes
-from kvferry.transfer.ucx_agent import Agent, nixl_errors
+from kvferry.transfer.spans import addresses, by_memory, split, total_bytes
+from kvferry.transfer.ucx_agent import Agent, kind_of, nixl_errors
 from kvferry.transfer.write import Write
 
 #: Handles under way at a time, each with its share of `batch_bytes`, where the target takes part: while it works on
@@ -87,7 +87,8 @@ class UcxPeer(QueuedPeer[UcxWrite, Agent]):
             self._work.popleft()
             return True
         if first.pieces is None:
-            first.pieces = deque(split(first.spans, self._piece_bytes))
+            tables = by_memory(first.spans, self._regions, self._descriptor.regions)
+            first.pieces = deque(piece for spans in tables for piece in split(spans, self._piece_bytes))
         moved = self._reap(first)
         if first.pieces and not first.cancelled and len(first.posted) < self._pieces:
             self._post(first, first.pieces.popleft())
@@ -160,10 +161,14 @@ class UcxPeer(QueuedPeer[UcxWrite, Agent]):
             write.flushed_bytes += size_bytes
 
     def _descriptors(self, piece: Spans, regions: tuple[Region, ...], side: str) -> Any:
+        """Of a piece whose side lies in one kind of memory."""
         rows = np.zeros((len(piece), 3), dtype=np.uint64)  # address, length, device
         rows[:, 0] = addresses(piece, regions, side)
         rows[:, 1] = piece["length"].astype(np.uint64)
-        return self.agent.nixl.get_xfer_descs(rows, "DRAM")
+        kind = kind_of(regions[piece[f"{side}_region"][0]])
+        if kind != "DRAM":
+            rows[:, 2] = np.array([max(region.device, 0) for region in regions])[piece[f"{side}_region"]]
+        return self.agent.nixl.get_xfer_descs(rows, kind)
 
     def _reap(self, write: UcxWrite) -> bool:
         """Release what is done."""

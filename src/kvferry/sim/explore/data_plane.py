@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.protocol.metadata import ROW_BYTES, Metadata
+from kvferry.protocol.offer import NOTHING_SAID, Offer
 from kvferry.sim.explore.effects import Handle, Notify, Post, Surroundings
 from kvferry.sim.explore.fakes import PAGE_BYTES, LabelEngine
 from kvferry.transfer.contract import (
@@ -69,7 +70,7 @@ class NotingEndpoint:
     def regions(self) -> tuple[Region, ...]:
         return self._engine.regions()
 
-    async def accept(self, writer: int, host: str = "") -> Descriptor:
+    async def accept(self, writer: int, offer: Offer = NOTHING_SAID) -> Descriptor:
         generation = writer
         if self.proofs.revoked:
             if writer not in self.agents:

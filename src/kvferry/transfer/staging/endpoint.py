@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from kvferry.protocol.offer import NOTHING_SAID, Offer
 from kvferry.transfer.blocks import spans_of
 from kvferry.transfer.contract import (
     Descriptor,
@@ -171,11 +172,11 @@ class StagingEndpoint:
 
     # --- who may write here ---
 
-    async def accept(self, writer: int, host: str = "") -> Descriptor:
+    async def accept(self, writer: int, offer: Offer = NOTHING_SAID) -> Descriptor:
         self._check_open()
         turn = self._turns[writer]
         self._accepted.add(writer)
-        inner = await self._inner.accept(writer, host)
+        inner = await self._inner.accept(writer, offer)
         if not self._stages:
             return replace(inner, why=_also(inner.why, "slices go one by one: transfer.staging_mib is 0 there"))
         if turn == self._turns[writer]:  # else this agent is about to be destroyed
