@@ -80,3 +80,34 @@ def test_an_attempt_is_withdrawn_by_its_name(client_of: Any) -> None:
             check_idle(system)
 
     run(main())
+
+
+def test_a_cancel_does_not_wait_for_the_pair_to_be_connected(client_of: Any) -> None:
+    """The room is over and its pages are free while the pair is still being formed, which goes on for whoever comes."""
+
+    async def main() -> None:
+        async with SimSystem(OPTIONS) as system:
+            client, prefill = await client_of(system), system.prefill()
+            connect, write, written = prefill.endpoint.connect, prefill.endpoint.write, []
+
+            async def slowly(descriptor: Any) -> Any:
+                await asyncio.sleep(5)
+                return await connect(descriptor)
+
+            def noting(*args: Any) -> Any:
+                written.append(VirtualClock().now_s())
+                return write(*args)
+
+            prefill.endpoint.connect, prefill.endpoint.write = slowly, noting  # type: ignore[method-assign]
+            live = client.open(PROMPT, max_tokens=30)
+            await asyncio.sleep(1)
+            assert len(system.router.guests) == len(prefill.rooms) == len(system.decode().rooms) == 1
+            client.front.close_request(live)
+            assert await system.settle(LIMIT_S), system.counts()
+            check_idle(system)
+            await asyncio.sleep(5)  # the connection is there, and the room is not
+            assert not written
+            assert len(await client.ask(PROMPT, max_tokens=3)) == 3 and written
+            assert await system.settle(LIMIT_S), system.counts()
+
+    run(main())
