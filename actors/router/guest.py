@@ -24,9 +24,11 @@ class Submit:
 
 @dataclass(frozen=True)
 class Withdraw:
-    """Item: the front has cancelled its call."""
+    """Item: a front wants nothing more of that attempt. `known`: who waits to hear whether it is here."""
 
-    answer: asyncio.Future[Outcome]
+    request: int
+    attempt: int
+    known: asyncio.Future[bool] | None = None
 
 
 @dataclass

@@ -74,8 +74,15 @@ class Router(Watching):
         try:
             return await answer
         except asyncio.CancelledError:
-            self._mailbox.put(Withdraw(answer))
+            self._mailbox.put(Withdraw(spec.request, attempt))
             raise
+
+    async def withdraw(self, request: int, attempt: int) -> bool:
+        """Abort an attempt, as cancelling its `submit` does. False when it is not here: it has ended, or that call is
+        still to come."""
+        known: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._mailbox.put(Withdraw(request, attempt, known))
+        return await known
 
     async def journal(self, room: int) -> dict[str, Any] | None:
         """The journal of a live or recently ended room."""
@@ -120,8 +127,10 @@ class Router(Watching):
         match item:
             case Submit(spec, attempt, answer):
                 self._submit(spec, attempt, answer)
-            case Withdraw(answer):
-                self._withdraw(answer)
+            case Withdraw(request, attempt, known):
+                found = self._withdraw(request, attempt)
+                if known is not None and not known.done():
+                    known.set_result(found)
             case RoomResolved(guest, cause):
                 self._room_resolved(guest, cause)
             case RoomOver(room, error):
@@ -284,11 +293,14 @@ class Router(Watching):
     def _send(self, address: Address, message: Message) -> bool:
         return self.network.send(address.incarnation, message)
 
-    def _withdraw(self, answer: asyncio.Future[Outcome]) -> None:
+    def _withdraw(self, request: int, attempt: int) -> bool:
         for room_id, guest in self.guests.items():
-            if guest.answer is answer:
+            machine = guest.room.machine
+            if (machine.spec.request, machine.attempt) == (request, attempt):
                 cause = Cause("aborted", "the front has cancelled the attempt", "front", room=room_id)
                 guest.room.post(AbortRequested(cause))
+                return True
+        return False
 
     def _room_resolved(self, guest: Guest, cause: Cause | None) -> None:
         """The front has its answer; the pair's breaker hears it too."""

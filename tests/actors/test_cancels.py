@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvferry.actors.settings import DecodeSettings, FaultSettings, PrefillSettings
+from kvferry.protocol.request import RequestSpec, Sampling
 from kvferry.sim.checkers import check_idle
 from kvferry.sim.loop import VirtualClock, run
 from kvferry.sim.system import SimOptions, SimSystem
@@ -58,3 +59,55 @@ def test_every_counter_is_at_baseline_when_the_last_write_has_landed(client_of: 
 
     phases = run(main())
     assert all(phases[name] >= 3 for name in ("BOOTSTRAPPING", "WAITING_FOR_INPUT", "TRANSFERRING", "SUCCESS")), phases
+
+
+def test_an_attempt_is_withdrawn_by_its_name(client_of: Any) -> None:
+    """A withdrawal may come before the call that it is about: then it changes nothing, and is told so."""
+
+    async def main() -> None:
+        async with SimSystem(OPTIONS) as system:
+            client, router = await client_of(system), system.router
+            spec = RequestSpec(7, PROMPT, Sampling(30), client.front._network.address)
+            assert not await router.withdraw(7, 0)
+            submitted = asyncio.ensure_future(router.submit(spec, 0))
+            await asyncio.sleep(0.1)
+            assert len(router.guests) == 1 and not await router.withdraw(8, 0) and not await router.withdraw(7, 1)
+            assert await router.withdraw(7, 0)
+            outcome = await submitted
+            assert not outcome.ok and outcome.cause is not None and outcome.cause.code == "aborted"
+            assert await system.settle(LIMIT_S), system.counts()
+            assert not await router.withdraw(7, 0)
+            check_idle(system)
+
+    run(main())
+
+
+def test_a_cancel_does_not_wait_for_the_pair_to_be_connected(client_of: Any) -> None:
+    """The room is over and its pages are free while the pair is still being formed, which goes on for whoever comes."""
+
+    async def main() -> None:
+        async with SimSystem(OPTIONS) as system:
+            client, prefill = await client_of(system), system.prefill()
+            connect, write, written = prefill.endpoint.connect, prefill.endpoint.write, []
+
+            async def slowly(descriptor: Any) -> Any:
+                await asyncio.sleep(5)
+                return await connect(descriptor)
+
+            def noting(*args: Any) -> Any:
+                written.append(VirtualClock().now_s())
+                return write(*args)
+
+            prefill.endpoint.connect, prefill.endpoint.write = slowly, noting  # type: ignore[method-assign]
+            live = client.open(PROMPT, max_tokens=30)
+            await asyncio.sleep(1)
+            assert len(system.router.guests) == len(prefill.rooms) == len(system.decode().rooms) == 1
+            client.front.close_request(live)
+            assert await system.settle(LIMIT_S), system.counts()
+            check_idle(system)
+            await asyncio.sleep(5)  # the connection is there, and the room is not
+            assert not written
+            assert len(await client.ask(PROMPT, max_tokens=3)) == 3 and written
+            assert await system.settle(LIMIT_S), system.counts()
+
+    run(main())

@@ -90,10 +90,20 @@ async def test_on_one_host_a_stopped_target_is_written_to_all_the_same(source, s
     await source.endpoint.accept(0xC)  # takes the agent that is there: the one that writes is made for this peer
     peer = await source.endpoint.connect(descriptor)
     await warm(source, peer, tools)
+    await written_while_it_stands_still(source, peer, process, tools)
+    source.endpoint.notify(peer, json.dumps([[], []]).encode())  # as at the end of every room
+    assert (await tools.said(process)).startswith("wrong")  # something lies in its memory
+    if kind == "ucx-host":
+        await tools.soon(lambda: not source.endpoint._driver._busy)  # it has confirmed the notification
+    await written_while_it_stands_still(source, peer, process, tools)
+
+
+async def written_while_it_stands_still(source, peer, process, tools):
     process.send_signal(signal.SIGSTOP)
     outcome = tools.Outcome()
     source.endpoint.write(peer, tools.rounds(4), outcome)
     assert (await outcome).outcome is WriteOutcome.FLUSHED
+    process.send_signal(signal.SIGCONT)
 
 
 @pytest.mark.parametrize("kind", ["ucx-tcp", "ucxx-host", MOONCAKE], indirect=True)

@@ -27,6 +27,9 @@ CALL_TIMEOUT_S = 3.0
 #: The controller is asked so often who is there. In between, one that leaves still answers, and refuses.
 LOOK_S = 1.0
 
+#: Between a router's "not here" and the next time that it is asked.
+WITHDRAW_AGAIN_S = 0.05
+
 #: Looks up the present controller's handle; raises ValueError or RayError while there is none.
 FindController = Callable[[], Any]
 
@@ -41,6 +44,7 @@ class RayBackend:
         self._find_controller = find_controller
         self._known = _configured(config)
         self._turns = itertools.count()
+        self._withdrawing: set[asyncio.Task[None]] = set()
 
     async def watch(self) -> None:
         """Look again and again; for ever."""
@@ -52,7 +56,7 @@ class RayBackend:
     # --- requests ---
 
     async def submit(self, spec: RequestSpec, attempt: int) -> Outcome:
-        """One call to a router, each in its turn; cancelling it aborts the room. Raises PeerLost when it is lost.
+        """One call to a router, each in its turn; cancelling it aborts the room, soon. Raises PeerLost when it is lost.
 
         Siblings go to one router, which sends them to one prefill; their next attempts go to the next router.
         """
@@ -64,11 +68,46 @@ class RayBackend:
         try:
             outcome: Outcome = await reference
         except asyncio.CancelledError:
-            ray.cancel(reference)
+            task = asyncio.get_running_loop().create_task(self._withdraw(name, reference, spec.request, attempt))
+            self._withdrawing.add(task)
+            task.add_done_callback(self._withdrawing.discard)
             raise
         except RayError as error:
             raise PeerLost(Cause("peer_lost", f"the router is gone: {short(error)}", "router", peer=name)) from None
         return outcome
+
+    async def _withdraw(self, name: str, submitted: Any, request: int, attempt: int) -> None:
+        """Tell the router until it knows of the attempt, or the call `submitted` has ended.
+
+        The two calls may overtake each other. `ray.cancel` would not do: of a call that has come to a process and has
+        not begun there, it is lost (ray-project/ray#52628), and the room went on until its first token came.
+        """
+
+        async def ended() -> None:
+            with suppress(RayError):
+                await submitted
+
+        call = asyncio.get_running_loop().create_task(ended())
+        try:
+            while not call.done():
+                known = False
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(CALL_TIMEOUT_S):  # wait_for may swallow the end that `close` makes
+                        known = await self._call(name, "withdraw", request, attempt)
+                if known:
+                    return
+                await asyncio.wait({call}, timeout=WITHDRAW_AGAIN_S)
+        except (PeerLost, RayError) as error:
+            log.info("%s is gone, and with it attempt %d of request %016x: %s", name, attempt, request, short(error))
+        finally:
+            call.cancel()
+
+    async def close(self) -> None:
+        """Whatever is still to be withdrawn ends with this front: its links tell that."""
+        left = tuple(self._withdrawing)
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
     async def roster(self) -> Roster:
         """Raises Unavailable while the registry does not answer."""
@@ -187,3 +226,4 @@ async def connect(find_controller: FindController, config: Config) -> AsyncItera
         yield backend
     finally:
         watching.cancel()
+        await backend.close()

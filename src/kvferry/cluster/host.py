@@ -26,7 +26,7 @@ REPORT_TIMEOUT_S = 5.0
 #: Methods of the actors that may be called through Ray.
 CALLS = frozenset(
     {
-        "submit", "journal", "status", "roster", "start_failed", "want", "over_budget", "drain", "drained",
+        "submit", "withdraw", "journal", "status", "roster", "start_failed", "want", "over_budget", "drain", "drained",
         "end_writer",
     }
 )  # fmt: skip

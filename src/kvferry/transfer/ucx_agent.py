@@ -35,8 +35,8 @@ OWN_DEVICE = "own"
 
 
 class Transport(msgspec.Struct, frozen=True):
-    """UCX_TLS and UCX_NET_DEVICES ("" = not pinned, or `OWN_DEVICE`), what they can prove, and other variables of UCX
-    that are set unless they are set already.
+    """UCX_TLS and UCX_NET_DEVICES ("" = not pinned, or `OWN_DEVICE`), what they can prove, and settings of UCX for this
+    transport's agents alone. Where the environment has one, as UCX_…, that stands.
     """
 
     tls: str
@@ -49,13 +49,18 @@ class Transport(msgspec.Struct, frozen=True):
 _DRAINED = Proofs(drained=True, exited=False, revoked=False)
 
 #: Whole pages in a segment, sent from where they lie: a tenth faster than with UCX's own 8 and 64 KiB.
-_TCP_OPTIONS = (("UCX_TCP_TX_SEG_SIZE", "256k"), ("UCX_TCP_RX_SEG_SIZE", "256k"), ("UCX_ZCOPY_THRESH", "0"))
+_TCP_OPTIONS = (("TCP_TX_SEG_SIZE", "256k"), ("TCP_RX_SEG_SIZE", "256k"), ("ZCOPY_THRESH", "0"))
+
+#: A write's end is a flush of all that went to the peer before, by tcp too, so behind a message over tcp it needs the
+#: peer's help. UCX would send one to each peer every 20 s, the first soon after an agent's making, to see whether it
+#: lives. On one host its socket and the kernel tell that at once.
+_HOST_OPTIONS = (("KEEPALIVE_INTERVAL", "inf"),)
 
 
 #: Over CMA a stopped writer copies on when it continues, whatever became of our agent: revoking proves nothing.
 #: Over tcp a dead writer's bytes may wait in our socket: its exit proves nothing until our agent is gone.
 TRANSPORTS = {
-    "host": Transport("cma,tcp,self", "lo", Proofs(drained=True, exited=True, revoked=False)),
+    "host": Transport("cma,tcp,self", "lo", Proofs(drained=True, exited=True, revoked=False), _HOST_OPTIONS),
     "tcp": Transport("tcp", OWN_DEVICE, Proofs(drained=True, exited=False, revoked=True), _TCP_OPTIONS),
     "rdma": Transport("ib", "", _DRAINED),
 }
@@ -91,11 +96,6 @@ def nixl_errors() -> tuple[type[Exception], ...]:
     return tuple(kind for kind in bindings.values() if isinstance(kind, type) and issubclass(kind, Exception))
 
 
-#: A new agent first connects to itself. One that has a peer before that is done needs the peer's help for its writes
-#: for as long as it lives, also over CMA, so that one to a peer that stands still never ends. 20 turns are enough.
-_FIRST_TURNS = 100
-
-
 class Agent:
     """One of our agents, with all regions registered. Made, driven and deleted on one thread. `metadata` is
     `Descriptor.metadata`.
@@ -114,8 +114,6 @@ class Agent:
         self.generation = generation
         self.name = agent_name(incarnation, generation)
         self.nixl, self._registration, self.metadata = open_agent(self.name, transports, host, regions, devices)
-        for _ in range(_FIRST_TURNS):
-            self.nixl.get_new_notifs()
 
     def notifications(self) -> list[tuple[str, bytes]]:
         """What has come, as (sender's agent, payload). Drives the agent."""
@@ -148,13 +146,12 @@ def open_agent(
         taken = devices or (device_of(host) if chosen.devices == OWN_DEVICE else chosen.devices)
         if taken:
             os.environ["UCX_NET_DEVICES"] = taken
-        for variable, value in chosen.others:
-            os.environ.setdefault(variable, value)
         os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
         os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
         # Not `import nixl`: that imports torch and picks the build for the newest CUDA.
         api = importlib.import_module("nixl_cu12._api")
-        agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False))
+        agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=[]))
+        agent.create_backend("UCX", {"engine_config": ",".join(f"{key}={value}" for key, value in chosen.others)})
     registration = [agent.register_memory(areas, kind) for kind, areas in _areas(regions)]
     metadata = UcxMetadata(transports, os.getpid(), bytes(agent.get_agent_metadata()))
     return agent, registration, _encoder.encode(metadata)

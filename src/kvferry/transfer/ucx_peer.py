@@ -20,7 +20,7 @@ import numpy as np
 from kvferry.transfer.contract import Descriptor, Region, Spans, WriteOutcome, WriteResult
 from kvferry.transfer.driver import describe
 from kvferry.transfer.queued_peer import Deliver, QueuedPeer
-from kvferry.transfer.spans import addresses, by_memory, split, total_bytes
+from kvferry.transfer.spans import addresses, by_memory, make_spans, split, total_bytes
 from kvferry.transfer.ucx_agent import Agent, kind_of, nixl_errors
 from kvferry.transfer.write import Write
 
@@ -84,7 +84,10 @@ class UcxPeer(QueuedPeer[UcxWrite, Agent]):
         first = self._work[0]
         if isinstance(first, bytes):
             self.agent.nixl.send_notif(self._descriptor.agent, first)
-            self._work.popleft()
+            if self._waits and len(self._work) == 1 and self._regions and self._descriptor.regions:
+                self._work[0] = self._settling()
+            else:
+                self._work.popleft()
             return True
         if first.pieces is None:
             tables = by_memory(first.spans, self._regions, self._descriptor.regions)
@@ -98,6 +101,13 @@ class UcxPeer(QueuedPeer[UcxWrite, Agent]):
             self._end(first, WriteOutcome.CANCELLED if first.pieces else WriteOutcome.FLUSHED)
             return True
         return moved
+
+    def _settling(self) -> UcxWrite:
+        """A write of no bytes. A notification goes over tcp, and the first write behind one ends only when the target
+        has taken it. Where writes need nobody's help otherwise, this one waits for that, and not the next room's: by
+        then the target may stand still.
+        """
+        return UcxWrite(make_spans(0, 0, 0, 0, [0]), lambda _: None, self._now_s())
 
     def end(self, why: str) -> None:
         """Post nothing more. The agent goes at once where it is what ends the writes; or when they have ended."""
