@@ -25,7 +25,7 @@ from kvferry.actors.settings import LinkSettings
 from kvferry.protocol.address import Address
 from kvferry.protocol.errors import IllegalEvent
 from kvferry.protocol.frames import Ack, Data, Frame, Hello, NotMe, Welcome, decode_frame, encode_frame
-from kvferry.protocol.link import Answered, LinkLimits, LinkSession, Lost, Up
+from kvferry.protocol.link import Answered, Delivered, LinkLimits, LinkSession, Lost, Up
 from kvferry.protocol.link_table import Ending, LinkState
 from kvferry.protocol.messages import BadFrame, Message, encode
 
@@ -266,8 +266,14 @@ class LinkLayer:
         self._after(link)
 
     def _after(self, link: Link) -> None:
-        """Queue what the session has to tell, and let go of it when it is over."""
-        for event in link.session.take_events():
+        """Queue what the session has to tell, and let go of it when it is over. What it has to send leaves at the end
+        of this turn; if that is nothing, its timers are all that may have changed.
+        """
+        session = link.session
+        for event in session.take_events():
+            if type(event) is Delivered:
+                self._queue.put(event, session.peer, link)
+                continue
             if isinstance(event, Answered):
                 self._exits.answered(link.peer.incarnation)
                 continue
@@ -276,8 +282,12 @@ class LinkLayer:
                 link.session.ask(self._clock.now_s())
             if isinstance(event, Lost):
                 self._forget(link)
-        if link.session.state is not LinkState.OVER:
+        if session.state is LinkState.OVER:
+            return
+        if session.has_frames(self._clock.now_s()):
             self._touch(link)
+        else:
+            self._plan(link)
 
     def _forget(self, link: Link) -> None:
         self._transmit(link)
@@ -331,7 +341,8 @@ class LinkLayer:
     def _run_timers(self) -> None:
         now_s = self._clock.now_s()
         self._exits.look_again()
-        for link in [link for link in self._links.values() if link.due_s <= now_s]:
+        due = [link for link in self._links.values() if link.due_s <= now_s]
+        for link in due:
             link.due_s = math.inf  # until it is planned again, when what it has to say is sent
             try:
                 self._tick(link, now_s)
