@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -21,29 +20,24 @@ class FromPeer(msgspec.Struct, frozen=True, gc=False):
     message: Message
 
 
-@dataclass(frozen=True)
-class LinkUp:
+class LinkUp(msgspec.Struct, frozen=True):
     peer: Address
 
 
-@dataclass(frozen=True)
-class LinkLost:
+class LinkLost(msgspec.Struct, frozen=True):
     peer: Address
     reason: LostReason
 
 
-@dataclass(frozen=True)
-class PeerExited:
+class PeerExited(msgspec.Struct, frozen=True):
     peer: Address
 
 
-@dataclass(frozen=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True):
     pass
 
 
-@dataclass(frozen=True)
-class Crash:
+class Crash(msgspec.Struct, frozen=True):
     """A spawned task or the links failed in a way that nobody expected."""
 
     error: Exception
@@ -64,7 +58,7 @@ class Actor:
         self.clock = clock
         self.counts: Counter[str] = Counter()
         self._mailbox: Mailbox[Any] = Mailbox(mailbox)
-        self._tasks: set[asyncio.Future[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._ticking: Timer | None = None
         self._is_slow = False  # the next tick is that of an idle actor
         self._on_message: dict[type[Message], Callable[[Address, Any], None]] = {}
@@ -95,7 +89,10 @@ class Actor:
         try:
             while True:
                 for item in await self._mailbox.take():
-                    self.receive(item)
+                    if type(item) is FromPeer:  # most are; no subclass has another way with them
+                        self.hear(item.peer, item.message)
+                    else:
+                        self.receive(item)
                 self.advance()
                 if self._is_slow and self.busy():
                     self._set_tick()
@@ -112,14 +109,9 @@ class Actor:
 
     def receive(self, item: Any) -> None:
         """One item. Subclasses handle their own kinds and pass the others on."""
-        if type(item) is FromPeer:
-            handler = self._on_message.get(type(item.message))
-            if handler is None:
-                self.counts[f"unexpected {type(item.message).__name__}"] += 1
-            else:
-                handler(item.peer, item.message)
-            return
         match item:
+            case FromPeer(peer, message):
+                self.hear(peer, message)
             case LinkUp(peer):
                 self.link_up(peer)
             case LinkLost(peer, reason):
@@ -132,6 +124,14 @@ class Actor:
                 raise error
             case _:
                 raise TypeError(f"{type(self).__name__} does not know {item!r}")
+
+    def hear(self, peer: Address, message: Message) -> None:
+        """One message of a peer's."""
+        handler = self._on_message.get(type(message))
+        if handler is None:
+            self.counts[f"unexpected {type(message).__name__}"] += 1
+        else:
+            handler(peer, message)
 
     def advance(self) -> None:
         """Act on what has been received. Called after each batch of items."""
@@ -152,15 +152,15 @@ class Actor:
         """Something here waits for a time. Asked after each turn, so make it quick."""
         return True
 
-    def spawn(self, work: Awaitable[None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run something beside the actor's task; it reports back through the mailbox. If it fails, the actor does."""
 
         # The task runs `work` itself, with nothing around it: so cancelling ends it even before its first step.
-        task = asyncio.ensure_future(work)
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._spawned_ended)
 
-    def _spawned_ended(self, task: asyncio.Future[None]) -> None:
+    def _spawned_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if isinstance(error, Exception):

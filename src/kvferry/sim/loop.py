@@ -149,10 +149,24 @@ class VirtualClock:
         return (self._loop or self.loop).now_s
 
     async def sleep(self, duration_s: float) -> None:
-        await asyncio.sleep(duration_s)
+        if duration_s <= 0:
+            await asyncio.sleep(0)
+            return
+        loop = self.loop
+        over = loop.create_future()
+        timer = loop.call_later(duration_s, _end, over)
+        try:
+            await over
+        finally:
+            timer.cancel()
 
     def call_later(self, delay_s: float, do: Callable[[], None]) -> Timer:
         return self.loop.call_later(delay_s, do)
+
+
+def _end(future: asyncio.Future[None]) -> None:
+    if not future.cancelled():
+        future.set_result(None)
 
 
 class SeededRandom:

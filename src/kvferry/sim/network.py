@@ -184,7 +184,7 @@ class SimClock(VirtualClock):
         return self._process.is_running
 
     async def sleep(self, duration_s: float) -> None:
-        await super().sleep(duration_s)
+        await VirtualClock.sleep(self, duration_s)
         if not self._process.is_running.is_set():
             await self._process.running()
 
