@@ -95,9 +95,11 @@ class LinkLayer:
         link = self._links.get(incarnation)
         if link is None:
             return False
-        queued = link.session.send(encode(message), self._clock.now_s())
-        self._after(link)
-        return queued
+        if not link.session.send(encode(message), self._clock.now_s()):
+            self._after(link)
+            return False
+        self._touch(link)
+        return True
 
     def is_up(self, incarnation: int) -> bool:
         link = self._links.get(incarnation)
@@ -332,8 +334,9 @@ class LinkLayer:
 
     def _plan(self, link: Link) -> None:
         """Have the link's next deadline met. One that has moved away is found to have moved when its time comes."""
-        link.due_s = link.next_deadline_s()
-        self._alarm.by(link.due_s)
+        due_s = link.due_s = link.next_deadline_s()
+        if due_s < self._alarm.at_s:
+            self._alarm.by(due_s)
 
     def _look_soon(self) -> None:
         self._alarm.by(self._clock.now_s() + self._settings.resend_s / 4)

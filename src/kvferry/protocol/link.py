@@ -172,7 +172,9 @@ class LinkSession(Machine[LinkState, LinkEvent]):
             return None
         if self.state is S.CONNECTING:
             return min(self._silent_at_s, self._hello_due_s)
-        due_s = min(self._silent_at_s, self._heartbeat_at_s)
+        due_s = self._heartbeat_at_s
+        if self._silent_at_s < due_s:
+            due_s = self._silent_at_s
         if self._resend_due_s is not None and self._resend_due_s < due_s:
             due_s = self._resend_due_s
         if self._ack_due_s is not None and self._ack_due_s < due_s:
