@@ -351,7 +351,11 @@ class LinkLayer:
                 self._tick(link, now_s)
             except Exception as error:  # noqa: BLE001 - the actor's to raise; the timers of the others go on
                 self._queue.put(Failure(error), link.peer, link)
-        self._alarm.by(min((link.due_s for link in self._links.values()), default=math.inf))
+        earliest_s = math.inf
+        for link in self._links.values():
+            if link.due_s < earliest_s:
+                earliest_s = link.due_s
+        self._alarm.by(earliest_s)
 
     def _tick(self, link: Link, now_s: float) -> None:
         if link.refused_at_s is not None and now_s >= link.refused_at_s:

@@ -132,27 +132,27 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 class VirtualClock:
     """`kvferry.actors.ports.Clock` on the virtual time of the loop that it is made on (or first asked on)."""
 
-    __slots__ = ("_loop",)
+    __slots__ = ("known",)
 
     def __init__(self) -> None:
-        self._loop: VirtualLoop | None = None
+        self.known: VirtualLoop | None = None  # its loop, once it has been asked for
 
     @property
     def loop(self) -> VirtualLoop:
-        if self._loop is None:
+        if self.known is None:
             loop = asyncio.get_running_loop()
             assert isinstance(loop, VirtualLoop)
-            self._loop = loop
-        return self._loop
+            self.known = loop
+        return self.known
 
     def now_s(self) -> float:
-        return (self._loop or self.loop).now_s
+        return (self.known or self.loop).now_s
 
     async def sleep(self, duration_s: float) -> None:
         if duration_s <= 0:
             await asyncio.sleep(0)
             return
-        loop = self.loop
+        loop = self.known or self.loop
         over = loop.create_future()
         timer = loop.call_later(duration_s, _end, over)
         try:

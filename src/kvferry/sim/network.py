@@ -157,7 +157,7 @@ class SimNetwork:
         self._clock.call_later(wait_s, do)
 
     def _deliver(self, pipe: _Pipe, receiver: SimCarrier, data: bytes) -> None:
-        loop, faults, draw = self._clock.loop, self.faults, self.random.draw
+        loop, faults, draw = self._clock.known or self._clock.loop, self.faults, self.random.draw
         low_s, high_s = faults.latency_s
         arrival_s = loop.now_s + (low_s + (high_s - low_s) * draw())
         if draw() < faults.reorder_rate:
@@ -189,7 +189,7 @@ class SimClock(VirtualClock):
             await self._process.running()
 
     def call_later(self, delay_s: float, do: Callable[[], None]) -> Timer:
-        return self.loop.call_later(delay_s, self._process.timed_out, do)
+        return (self.known or self.loop).call_later(delay_s, self._process.timed_out, do)
 
 
 class SimCarrier:
