@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
@@ -20,14 +19,20 @@ from kvferry.transfer.contract import Region, RegionKind, Spans
 Ints = NDArray[np.int64]
 
 
-def entries(batch: Spans, side: str, regions: tuple[Region, ...]) -> Iterator[tuple[Region, int, int]]:
+#: A region, an entry in it, and a number of entries from there on.
+Entries = tuple[Region, int, int]
+
+
+def entries(batch: Spans, side: str, regions: tuple[Region, ...]) -> list[Entries]:
     """Of one side of each span: its region, the first entry (token, or row) that it touches there, and how many."""
     names = f"{side}_region", f"{side}_offset", "length"
+    found: list[Entries] = []
     for index, offset, length in zip(*(batch[name].tolist() for name in names), strict=True):
         region = regions[index]
-        entry_bytes = region.item_bytes // max(region.tokens, 1)
+        entry_bytes = region.item_bytes // (region.tokens or 1)
         first = offset // entry_bytes
-        yield region, first, (offset + length - 1) // entry_bytes - first + 1
+        found.append((region, first, (offset + length - 1) // entry_bytes - first + 1))
+    return found
 
 
 class Stamp(NamedTuple):
@@ -109,26 +114,28 @@ class Contents:
                 stamps.append(own | token << _TOKEN)
         return np.array(places, dtype=np.int64), np.array(stamps, dtype=np.int64)
 
-    def copied(self, batch: Spans, source: tuple[Region, ...], target: tuple[Region, ...]) -> None:
-        self._stamp(batch, self._carried(batch, source), target)
+    def copied(self, source: list[Entries], target: list[Entries]) -> None:
+        """Of each span of a batch, what it reads and what it writes."""
+        self._stamp(self._carried(source), target)
 
     def damaged(self, region: Region, offset: int) -> None:
         if region.kind is RegionKind.PAGES and region.base in self._of_region:
             self._of_region[region.base][offset * region.tokens // region.item_bytes] = 0
 
     def left_behind(self, batch: Spans, source: tuple[Region, ...]) -> None:
-        self._left[id(batch)] = (batch, [None if s is None else s.copy() for s in self._carried(batch, source)])
+        carried = self._carried(entries(batch, "source", source))
+        self._left[id(batch)] = (batch, [None if s is None else s.copy() for s in carried])
 
     def landed(self, batch: Spans, target: tuple[Region, ...]) -> None:
         _, carried = self._left.pop(id(batch))
-        self._stamp(batch, carried, target)
+        self._stamp(carried, entries(batch, "target", target))
 
-    def _carried(self, batch: Spans, source: tuple[Region, ...]) -> list[Ints | None]:
-        """The stamps that each span of a batch reads; None for rows, and where nobody looks on."""
-        return [self._at(*where) for where in entries(batch, "source", source)]
+    def _carried(self, source: list[Entries]) -> list[Ints | None]:
+        """The stamps that each span reads; None for rows, and where nobody looks on."""
+        return [self._at(*where) for where in source]
 
-    def _stamp(self, batch: Spans, carried: list[Ints | None], target: tuple[Region, ...]) -> None:
-        for where, stamps in zip(entries(batch, "target", target), carried, strict=True):
+    def _stamp(self, carried: list[Ints | None], target: list[Entries]) -> None:
+        for where, stamps in zip(target, carried, strict=True):
             there = self._at(*where)
             if there is not None and stamps is not None:
                 there[:] = stamps
