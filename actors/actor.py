@@ -89,10 +89,7 @@ class Actor:
         try:
             while True:
                 for item in await self._mailbox.take():
-                    if type(item) is FromPeer:  # most are; no subclass has another way with them
-                        self.hear(item.peer, item.message)
-                    else:
-                        self.receive(item)
+                    self.receive(item)
                 self.advance()
                 if self._is_slow and self.busy():
                     self._set_tick()
@@ -108,10 +105,17 @@ class Actor:
         await self.network.close()
 
     def receive(self, item: Any) -> None:
-        """One item. Subclasses handle their own kinds and pass the others on."""
+        """One item, most often a peer's message."""
+        if type(item) is not FromPeer:
+            self.receive_other(item)
+        elif (handler := self._on_message.get(type(item.message))) is not None:
+            handler(item.peer, item.message)
+        else:
+            self.counts[f"unexpected {type(item.message).__name__}"] += 1
+
+    def receive_other(self, item: Any) -> None:
+        """An item of our own. Subclasses handle their own kinds and pass the others on."""
         match item:
-            case FromPeer(peer, message):
-                self.hear(peer, message)
             case LinkUp(peer):
                 self.link_up(peer)
             case LinkLost(peer, reason):
@@ -124,14 +128,6 @@ class Actor:
                 raise error
             case _:
                 raise TypeError(f"{type(self).__name__} does not know {item!r}")
-
-    def hear(self, peer: Address, message: Message) -> None:
-        """One message of a peer's."""
-        handler = self._on_message.get(type(message))
-        if handler is None:
-            self.counts[f"unexpected {type(message).__name__}"] += 1
-        else:
-            handler(peer, message)
 
     def advance(self) -> None:
         """Act on what has been received. Called after each batch of items."""
