@@ -130,23 +130,21 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 class VirtualClock:
-    """`kvferry.actors.ports.Clock` on the virtual time of the loop that it is made on (or first asked on)."""
+    """`kvferry.actors.ports.Clock` on the time of the loop that it is first asked on, a virtual one as a rule."""
 
     __slots__ = ("known",)
 
     def __init__(self) -> None:
-        self.known: VirtualLoop | None = None  # its loop, once it has been asked for
+        self.known: asyncio.AbstractEventLoop | None = None  # its loop, once it has been asked for
 
     @property
-    def loop(self) -> VirtualLoop:
+    def loop(self) -> asyncio.AbstractEventLoop:
         if self.known is None:
-            loop = asyncio.get_running_loop()
-            assert isinstance(loop, VirtualLoop)
-            self.known = loop
+            self.known = asyncio.get_running_loop()
         return self.known
 
     def now_s(self) -> float:
-        return (self.known or self.loop).now_s
+        return (self.known or self.loop).time()
 
     async def sleep(self, duration_s: float) -> None:
         if duration_s <= 0:

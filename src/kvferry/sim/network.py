@@ -159,7 +159,7 @@ class SimNetwork:
     def _deliver(self, pipe: _Pipe, receiver: SimCarrier, data: bytes) -> None:
         loop, faults, draw = self._clock.known or self._clock.loop, self.faults, self.random.draw
         low_s, high_s = faults.latency_s
-        arrival_s = loop.now_s + (low_s + (high_s - low_s) * draw())
+        arrival_s = loop.time() + (low_s + (high_s - low_s) * draw())
         if draw() < faults.reorder_rate:
             arrival_s += faults.reorder_s * draw()
         else:
