@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -21,29 +20,24 @@ class FromPeer(msgspec.Struct, frozen=True, gc=False):
     message: Message
 
 
-@dataclass(frozen=True)
-class LinkUp:
+class LinkUp(msgspec.Struct, frozen=True):
     peer: Address
 
 
-@dataclass(frozen=True)
-class LinkLost:
+class LinkLost(msgspec.Struct, frozen=True):
     peer: Address
     reason: LostReason
 
 
-@dataclass(frozen=True)
-class PeerExited:
+class PeerExited(msgspec.Struct, frozen=True):
     peer: Address
 
 
-@dataclass(frozen=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True):
     pass
 
 
-@dataclass(frozen=True)
-class Crash:
+class Crash(msgspec.Struct, frozen=True):
     """A spawned task or the links failed in a way that nobody expected."""
 
     error: Exception
@@ -64,7 +58,7 @@ class Actor:
         self.clock = clock
         self.counts: Counter[str] = Counter()
         self._mailbox: Mailbox[Any] = Mailbox(mailbox)
-        self._tasks: set[asyncio.Future[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._ticking: Timer | None = None
         self._is_slow = False  # the next tick is that of an idle actor
         self._on_message: dict[type[Message], Callable[[Address, Any], None]] = {}
@@ -111,14 +105,16 @@ class Actor:
         await self.network.close()
 
     def receive(self, item: Any) -> None:
-        """One item. Subclasses handle their own kinds and pass the others on."""
-        if type(item) is FromPeer:
-            handler = self._on_message.get(type(item.message))
-            if handler is None:
-                self.counts[f"unexpected {type(item.message).__name__}"] += 1
-            else:
-                handler(item.peer, item.message)
-            return
+        """One item, most often a peer's message."""
+        if type(item) is not FromPeer:
+            self.receive_other(item)
+        elif (handler := self._on_message.get(type(item.message))) is not None:
+            handler(item.peer, item.message)
+        else:
+            self.counts[f"unexpected {type(item.message).__name__}"] += 1
+
+    def receive_other(self, item: Any) -> None:
+        """An item of our own. Subclasses handle their own kinds and pass the others on."""
         match item:
             case LinkUp(peer):
                 self.link_up(peer)
@@ -152,15 +148,15 @@ class Actor:
         """Something here waits for a time. Asked after each turn, so make it quick."""
         return True
 
-    def spawn(self, work: Awaitable[None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run something beside the actor's task; it reports back through the mailbox. If it fails, the actor does."""
 
         # The task runs `work` itself, with nothing around it: so cancelling ends it even before its first step.
-        task = asyncio.ensure_future(work)
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._spawned_ended)
 
-    def _spawned_ended(self, task: asyncio.Future[None]) -> None:
+    def _spawned_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if isinstance(error, Exception):

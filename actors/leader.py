@@ -71,7 +71,7 @@ class Leader(Rank, Generic[R]):
 
     # --- a turn ---
 
-    def receive(self, item: Any) -> None:
+    def receive_other(self, item: Any) -> None:
         match item:
             case StepDone(result):
                 self._all_stepped(self.team.stepped(result))
@@ -82,7 +82,7 @@ class Leader(Rank, Generic[R]):
             case DrainRequested(limit_s):
                 self._leave_within(limit_s)
             case _:
-                super().receive(item)
+                super().receive_other(item)
 
     def advance(self) -> None:
         """Admit or reserve what fits, start the next forward, publish the tokens."""

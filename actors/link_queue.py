@@ -93,7 +93,10 @@ class LinkQueue:
 
     def _hand_over(self, event: Event, peer: Address, link: Link | None) -> None:
         assert self.handler is not None
-        if isinstance(event, Up):
+        if type(event) is Delivered:
+            if link is not None and not link.dropped:
+                self._deliver(link, event.payload, self.handler)
+        elif isinstance(event, Up):
             self.handler.on_link_up(peer)
         elif isinstance(event, Lost):
             self.handler.on_link_lost(peer, LostReason(event.ending.value))
@@ -101,8 +104,6 @@ class LinkQueue:
             self.handler.on_exited(peer)
         elif isinstance(event, Failure):
             self.handler.on_failure(event.error)
-        elif link is not None and not link.dropped:
-            self._deliver(link, event.payload, self.handler)
 
     def _deliver(self, link: Link, payload: bytes, handler: LinkHandler) -> None:
         try:

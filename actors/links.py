@@ -25,7 +25,7 @@ from kvferry.actors.settings import LinkSettings
 from kvferry.protocol.address import Address
 from kvferry.protocol.errors import IllegalEvent
 from kvferry.protocol.frames import Ack, Data, Frame, Hello, NotMe, Welcome, decode_frame, encode_frame
-from kvferry.protocol.link import Answered, LinkLimits, LinkSession, Lost, Up
+from kvferry.protocol.link import Answered, Delivered, LinkLimits, LinkSession, Lost, Up
 from kvferry.protocol.link_table import Ending, LinkState
 from kvferry.protocol.messages import BadFrame, Message, encode
 
@@ -95,9 +95,11 @@ class LinkLayer:
         link = self._links.get(incarnation)
         if link is None:
             return False
-        queued = link.session.send(encode(message), self._clock.now_s())
-        self._after(link)
-        return queued
+        if not link.session.send(encode(message), self._clock.now_s()):
+            self._after(link)
+            return False
+        self._touch(link)
+        return True
 
     def is_up(self, incarnation: int) -> bool:
         link = self._links.get(incarnation)
@@ -266,8 +268,14 @@ class LinkLayer:
         self._after(link)
 
     def _after(self, link: Link) -> None:
-        """Queue what the session has to tell, and let go of it when it is over."""
-        for event in link.session.take_events():
+        """Queue what the session has to tell, and let go of it when it is over. What it has to send leaves at the end
+        of this turn; if that is nothing, its timers are all that may have changed.
+        """
+        session = link.session
+        for event in session.take_events():
+            if type(event) is Delivered:
+                self._queue.put(event, session.peer, link)
+                continue
             if isinstance(event, Answered):
                 self._exits.answered(link.peer.incarnation)
                 continue
@@ -276,8 +284,12 @@ class LinkLayer:
                 link.session.ask(self._clock.now_s())
             if isinstance(event, Lost):
                 self._forget(link)
-        if link.session.state is not LinkState.OVER:
+        if session.state is LinkState.OVER:
+            return
+        if session.has_frames(self._clock.now_s()):
             self._touch(link)
+        else:
+            self._plan(link)
 
     def _forget(self, link: Link) -> None:
         self._transmit(link)
@@ -322,8 +334,9 @@ class LinkLayer:
 
     def _plan(self, link: Link) -> None:
         """Have the link's next deadline met. One that has moved away is found to have moved when its time comes."""
-        link.due_s = link.next_deadline_s()
-        self._alarm.by(link.due_s)
+        due_s = link.due_s = link.next_deadline_s()
+        if due_s < self._alarm.at_s:
+            self._alarm.by(due_s)
 
     def _look_soon(self) -> None:
         self._alarm.by(self._clock.now_s() + self._settings.resend_s / 4)
@@ -331,13 +344,18 @@ class LinkLayer:
     def _run_timers(self) -> None:
         now_s = self._clock.now_s()
         self._exits.look_again()
-        for link in [link for link in self._links.values() if link.due_s <= now_s]:
+        due = [link for link in self._links.values() if link.due_s <= now_s]
+        for link in due:
             link.due_s = math.inf  # until it is planned again, when what it has to say is sent
             try:
                 self._tick(link, now_s)
             except Exception as error:  # noqa: BLE001 - the actor's to raise; the timers of the others go on
                 self._queue.put(Failure(error), link.peer, link)
-        self._alarm.by(min((link.due_s for link in self._links.values()), default=math.inf))
+        earliest_s = math.inf
+        for link in self._links.values():
+            if link.due_s < earliest_s:
+                earliest_s = link.due_s
+        self._alarm.by(earliest_s)
 
     def _tick(self, link: Link, now_s: float) -> None:
         if link.refused_at_s is not None and now_s >= link.refused_at_s:

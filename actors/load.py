@@ -27,14 +27,21 @@ class Recent:
     @property
     def per_s(self) -> float:
         """Amount per second; 0 while nothing is known."""
-        duration_s = sum(duration_s for _, duration_s in self._kept)
-        return sum(amount for amount, _ in self._kept) / duration_s if duration_s > 0 else 0.0
+        amount, duration_s = self._sums()
+        return amount / duration_s if duration_s > 0 else 0.0
 
     @property
     def mean_s(self) -> float:
         """Seconds per amount; 0 while nothing is known."""
-        amount = sum(amount for amount, _ in self._kept)
-        return sum(duration_s for _, duration_s in self._kept) / amount if amount > 0 else 0.0
+        amount, duration_s = self._sums()
+        return duration_s / amount if amount > 0 else 0.0
+
+    def _sums(self) -> tuple[float, float]:
+        amounts = durations_s = 0.0
+        for amount, duration_s in self._kept:
+            amounts += amount
+            durations_s += duration_s
+        return amounts, durations_s
 
 
 class LoadReports:
@@ -48,7 +55,7 @@ class LoadReports:
     def __init__(self, network: Network, measure: Callable[[], Load]) -> None:
         self._network, self._measure = network, measure
         self._watchers: set[int] = set()
-        self._last: Load | None = None
+        self._last: Load | None = None  # without the measured rates, which change all the time
         self._last_s = 0.0
         self.is_late = False  # a turn was too soon after the last report to tell what has changed
 
@@ -66,13 +73,9 @@ class LoadReports:
         if not self._watchers or self.is_late:
             return
         load = self._measure()
-        if self._last is not None and elapsed_s < LOAD_EVERY_S and _counts(load) == _counts(self._last):
+        counts = msgspec.structs.replace(load, tokens_per_s=0.0, place_s=0.0)
+        if elapsed_s < LOAD_EVERY_S and counts == self._last:
             return
-        self._last, self._last_s = load, now_s
+        self._last, self._last_s = counts, now_s
         for incarnation in self._watchers:
             self._network.send(incarnation, load)
-
-
-def _counts(load: Load) -> Load:
-    """Without the measured rates, which change all the time."""
-    return msgspec.structs.replace(load, tokens_per_s=0.0, place_s=0.0)

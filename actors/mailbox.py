@@ -22,9 +22,12 @@ class Mailbox(Generic[T]):
         return len(self._items)
 
     def post(self, item: T) -> bool:
-        if len(self._items) >= self.limit:
+        items = self._items
+        if len(items) >= self.limit:
             return False
-        self.put(item)
+        items.append(item)
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
         return True
 
     def put(self, item: T) -> None:
@@ -42,7 +45,8 @@ class Mailbox(Generic[T]):
                 await self._waiting
             finally:
                 self._waiting = None
-        return self.drain()
+        items, self._items = self._items, []
+        return items
 
     def drain(self) -> list[T]:
         """All items that lie here now, perhaps none."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 from kvferry.actors.ports import Network, Resolve
 from kvferry.protocol.address import Address
@@ -35,7 +36,7 @@ class Membership:
         network: Network,
         resolve: Resolve,
         hello: Message | None,
-        spawn: Callable[[Awaitable[None]], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
         post: Callable[[RegistryFound], None],
     ) -> None:
         self._network, self._resolve, self._hello = network, resolve, hello

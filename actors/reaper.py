@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Container
+from collections.abc import Callable, Container, Coroutine
 from typing import Any, Protocol
 
 from kvferry.actors.membership import REGISTRY
@@ -26,7 +26,7 @@ class Calls(Protocol):
 class Reaper:
     """`killed` counts by name."""
 
-    def __init__(self, hosting: Calls, spawn: Callable[[Awaitable[None]], None]) -> None:
+    def __init__(self, hosting: Calls, spawn: Callable[[Coroutine[Any, Any, None]], None]) -> None:
         self.killed: Counter[str] = Counter()
         self._hosting, self._spawn = hosting, spawn
         self._ending: set[int] = set()

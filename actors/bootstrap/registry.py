@@ -147,7 +147,7 @@ class Registry(Actor):
         """What is told of rooms may be forgotten a little late; nothing else waits for a time."""
         return False
 
-    def receive(self, item: Any) -> None:
+    def receive_other(self, item: Any) -> None:
         if isinstance(item, Asked):
             self._answer(item)
         elif isinstance(item, StartFailed):
@@ -155,7 +155,7 @@ class Registry(Actor):
         elif isinstance(item, Wanted):
             self._told(item)
         else:
-            super().receive(item)
+            super().receive_other(item)
 
     def _could_not_start(self, instance: str, error: str) -> None:
         count = self._failures.get(instance, (0, ""))[0] + 1

@@ -71,8 +71,10 @@ class Batch:
 
     def misfit(self) -> DecodeRoom | None:
         """A room that waits, and that pages which have been retired leave no room for."""
-        claims = self._admission.waiting if self._ledger.retired else ()
-        return next((self._rooms[claim.key] for claim in claims if claim.need > self._ledger.usable), None)
+        if not self._ledger.retired:
+            return None
+        usable = self._ledger.usable
+        return next((self._rooms[claim.key] for claim in self._admission.waiting if claim.need > usable), None)
 
     def admit(self) -> DecodeRoom | None:
         """The next room that may come in, with its holding; None when the oldest candidate has to wait."""

@@ -39,11 +39,11 @@ class Checking(Leader[DecodeRoom]):
             self._checks = Checks(own, self.team, self.spawn, self._mailbox.put)
         self._on_message |= {Digested: self._digested}
 
-    def receive(self, item: Any) -> None:
+    def receive_other(self, item: Any) -> None:
         if isinstance(item, DigestTaken):
             self._digest_taken(item)
         else:
-            super().receive(item)
+            super().receive_other(item)
 
     def introduced(self, news: Introduction) -> None:
         """A source process has said what it writes from."""

@@ -12,8 +12,9 @@ its digest is about its own part of that page.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -137,7 +138,7 @@ class Checks:
         self,
         own: OwnDigests,
         team: Team,
-        spawn: Callable[[Awaitable[None]], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
         post: Callable[[DigestTaken], None],
     ) -> None:
         self.own, self._team, self._spawn, self._post = own, team, spawn, post

@@ -33,11 +33,11 @@ class DecodeFollower(Follower):
         """The endpoint's `on_notify`."""
         self._mailbox.put(Notified(agent, payload))
 
-    def receive(self, item: Any) -> None:
+    def receive_other(self, item: Any) -> None:
         if isinstance(item, Notified):
             self._notified(item)
         else:
-            super().receive(item)
+            super().receive_other(item)
 
     def _notified(self, item: Notified) -> None:
         news = decode_notification(item.payload)

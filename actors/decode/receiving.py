@@ -61,7 +61,7 @@ class Receiving(Checking):
         """The endpoint's `on_notify`."""
         self._mailbox.put(Notified(agent, payload))
 
-    def receive(self, item: Any) -> None:
+    def receive_other(self, item: Any) -> None:
         match item:
             case Notified():
                 self._notified(item)
@@ -70,7 +70,7 @@ class Receiving(Checking):
             case ShutOut():
                 self._shut_out(item)
             case _:
-                super().receive(item)
+                super().receive_other(item)
 
     # --- agents for writers ---
 

@@ -11,8 +11,9 @@ counts at a rank once every revocation that was asked of that rank, one of them 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvferry.actors.decode.room import DecodeRoom
 from kvferry.actors.ranks.team import Team
@@ -72,7 +73,7 @@ class Writers:
         self,
         endpoint: Endpoint,
         team: Team,
-        spawn: Callable[[Awaitable[None]], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
         post: Callable[[Accepted | ShutOut], None],
     ) -> None:
         self._endpoint, self._team, self._spawn, self._post = endpoint, team, spawn, post

@@ -9,8 +9,9 @@ write counts as open until both have ended, since the pages must keep still for 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -79,7 +80,7 @@ class DataPlane:
         digests: Digests | None,
         rank: int,
         incarnation: int,
-        spawn: Callable[[Awaitable[None]], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
         post: Callable[[Connected | WriteEnded], None],
     ) -> None:
         self._endpoint, self._digests, self._rank, self._incarnation = endpoint, digests, rank, incarnation

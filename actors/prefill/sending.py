@@ -74,6 +74,7 @@ class WritePlanner:
         self._regions, self._page_size = engine.regions(), engine.limits.page_size
         self._pairings: dict[int, Pairing] = {}  # by the target process's incarnation
         self._of_owner: dict[int, set[int]] = {}  # decode's leader -> the target processes of that instance
+        self._given: dict[int, set[tuple[int, ...]]] = {}  # likewise: targets that are given all that we have
 
     def check(
         self,
@@ -103,7 +104,10 @@ class WritePlanner:
             rows = (0, slot) if rank == LEADER and slot is not None else None
             every = range(prompt.pages_in(self._page_size).stop)  # any pages of ours
             _blocks(pairing, prompt, every, self._page_size, pages, rows)
-        check_given(self._regions, pairings)
+        met, given = tuple(target.incarnation for target in targets.values()), self._given.setdefault(owner, set())
+        if met not in given:
+            check_given(self._regions, pairings)
+            given.add(met)
 
     def writes(
         self,
@@ -137,6 +141,7 @@ class WritePlanner:
 
     def forget(self, owner: int) -> None:
         """That decode has ended."""
+        self._given.pop(owner, None)
         for incarnation in self._of_owner.pop(owner, ()):
             self._pairings.pop(incarnation, None)
 

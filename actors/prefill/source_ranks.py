@@ -6,7 +6,8 @@ the room's machine is done, or quiet, when that is so on every rank, and not bef
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from kvferry.actors.prefill.data_plane import Connected, DataPlane, WriteEnded
 from kvferry.actors.prefill.room import PrefillRoom
@@ -35,7 +36,7 @@ class SourceRanks:
         digests: Digests | None,
         team: Team,
         incarnation: int,
-        spawn: Callable[[Awaitable[None]], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
         post: Callable[[Connected | WriteEnded], None],
     ) -> None:
         self._team, self._incarnation = team, incarnation

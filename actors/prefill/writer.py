@@ -16,14 +16,14 @@ from kvferry.protocol.sender import SenderEvent
 class WritingRank(Rank):
     """To be put before the base of a leader or of a follower."""
 
-    def receive(self, item: Any) -> None:
+    def receive_other(self, item: Any) -> None:
         match item:
             case Connected():
                 self._connected(item)
             case WriteEnded():
                 self._write_ended(item)
             case _:
-                super().receive(item)
+                super().receive_other(item)
 
     def link_lost(self, peer: Address, reason: LostReason) -> None:
         super().link_lost(peer, reason)

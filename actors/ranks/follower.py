@@ -41,7 +41,7 @@ class Follower(Rank):
         self._join = Join(self.info)
         self._on_message |= {Joined: self._taken_in, RunStep: self._run_step}
 
-    def receive(self, item: Any) -> None:
+    def receive_other(self, item: Any) -> None:
         match item:
             case LeaderFound(address):
                 self._found(address)
@@ -51,7 +51,7 @@ class Follower(Rank):
             case StepLost():
                 self.counts["forwards that lack a rank"] += 1  # the leader's end is ours
             case _:
-                super().receive(item)
+                super().receive_other(item)
 
     # --- the leader ---
 

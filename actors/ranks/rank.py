@@ -48,11 +48,11 @@ class Rank(Actor):
         """A call, by a leader's host: another process says that it is that rank now."""
         self._mailbox.put(RankReplaced(rank))
 
-    def receive(self, item: Any) -> None:
+    def receive_other(self, item: Any) -> None:
         if isinstance(item, RegistryFound):
             self.membership.found(item.address)
         else:
-            super().receive(item)
+            super().receive_other(item)
 
     def _registered(self, peer: Address, _message: Registered) -> None:
         if self.membership.speaks(peer, self.counts):

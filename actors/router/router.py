@@ -123,7 +123,7 @@ class Router(Watching):
 
     # --- items ---
 
-    def receive(self, item: Any) -> None:
+    def receive_other(self, item: Any) -> None:
         match item:
             case Submit(spec, attempt, answer):
                 self._submit(spec, attempt, answer)
@@ -138,7 +138,7 @@ class Router(Watching):
             case DrainRequested(limit_s):
                 self._leaving.begin(limit_s, self.clock.now_s())
             case _:
-                super().receive(item)
+                super().receive_other(item)
 
     def busy(self) -> bool:
         return bool(self.guests) or bool(self._leaving) or not self.settled

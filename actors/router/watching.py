@@ -51,11 +51,11 @@ class Watching(Actor):
         """It knows of everybody that there is."""
         return self.membership.accepted and self.book.is_complete
 
-    def receive(self, item: Any) -> None:
+    def receive_other(self, item: Any) -> None:
         if isinstance(item, RegistryFound):
             self.membership.found(item.address)
         else:
-            super().receive(item)
+            super().receive_other(item)
 
     def tick(self, now_s: float) -> None:
         self.membership.tick(now_s)

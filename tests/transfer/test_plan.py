@@ -1,12 +1,14 @@
 """The plan against a dense reference: memory as one byte array per side, pages copied one by one."""
 
 from dataclasses import dataclass
+from random import Random
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvferry.transfer import runs
 from kvferry.transfer.contract import SPAN_DTYPE, Region, RegionKind, TransferError
 from kvferry.transfer.plan import pair, plan_pages, plan_row, split, total_bytes
 from kvferry.transfer.spans import by_memory, check_spans, make_spans
@@ -189,3 +191,35 @@ def test_spans_of_two_kinds_of_memory_are_parted_each_in_its_order():
     assert [table["source_offset"].tolist() for table in by_memory(spans, source, target)] == [[1, 3], [2], [0, 4]]
     (same,) = by_memory(spans, (region(-1),) * 2, (region(-1),) * 2)
     assert same is spans
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_few_runs_are_those_that_the_tokens_give_one_by_one(seed: int) -> None:
+    """For few items and for many there are two ways to the runs: both must come to what merging entry by entry does."""
+    random = Random(seed)
+    sizes = random.choice([1, 2, 3, 8]), random.choice([1, 2, 3, 8])
+    end = random.choice([0, 1, 7, 30, 200])
+    first = random.randint(0, end)
+    lists = [_numbers(random, -(-end // size)) for size in sizes]
+    wanted: list[list[int]] = []
+    for entry in range(first, end):
+        at = [pages[entry // size] * size + entry % size for pages, size in zip(lists, sizes, strict=True)]
+        if wanted and all(last + wanted[-1][2] == here for last, here in zip(wanted[-1], at, strict=False)):
+            wanted[-1][2] += 1
+        else:
+            wanted.append([*at, 1])
+    source, target = (np.array(pages, dtype=np.int64) for pages in lists)
+    for way in (runs._few_runs, runs._many_runs, runs.entry_runs):
+        made = way(first, end, source, sizes[0], target, sizes[1])
+        assert np.array([made.source_at, made.target_at, made.count]).T.tolist() == wanted
+        assert {column.dtype for column in (made.source_at, made.target_at, made.count)} == {np.dtype(np.int64)}
+
+
+def _numbers(random: Random, count: int) -> list[int]:
+    """Page numbers, of which some follow each other."""
+    numbers = list(range(0, 2 * count, 2)) if random.random() < 0.3 else list(range(count))
+    for _ in range(random.choice([0, 1, count])):
+        a, b = random.randrange(count or 1), random.randrange(count or 1)
+        if count:
+            numbers[a], numbers[b] = numbers[b], numbers[a]
+    return numbers

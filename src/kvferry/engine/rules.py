@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from kvferry.engine.contract import EngineLimits, StepPlan
+from kvferry.engine.contract import EngineLimits, Sequence, StepPlan
 from kvferry.engine.history import looks_back
 from kvferry.protocol.request import Sampling
 
@@ -20,19 +20,23 @@ def check_plan(plan: StepPlan, limits: EngineLimits) -> None:
     if not plan.sequences:
         raise ValueError(f"step {plan.step}: no sequences")
     for sequence in plan.sequences:
-        end = sequence.start + len(sequence.token_ids)
-        where = f"step {plan.step}, sequence {sequence.key}"
-        if not sequence.token_ids or sequence.start < 0:
-            raise ValueError(f"{where}: {len(sequence.token_ids)} tokens at start {sequence.start}")
-        if end > limits.context_tokens:
-            raise ValueError(f"{where}: {end} tokens; the model's context is {limits.context_tokens}")
-        if end > len(sequence.pages) * limits.page_size:
-            raise ValueError(f"{where}: {end} tokens in {len(sequence.pages)} pages of {limits.page_size}")
-        if sequence.sampling is not None and sequence.history is None and looks_back(sequence.sampling):
-            raise ValueError(f"{where}: its sampling looks back at tokens, and no history came")
-        for name, values, limit in (
-            ("page", sequence.pages, limits.pages),
-            ("token id", sequence.token_ids, limits.vocab_size),
-        ):
-            if min(values) < 0 or max(values) >= limit:
-                raise ValueError(f"{where}: a {name} outside 0 .. {limit - 1}")
+        wrong = _wrong(sequence, limits)
+        if wrong:
+            raise ValueError(f"step {plan.step}, sequence {sequence.key}: {wrong}")
+
+
+def _wrong(sequence: Sequence, limits: EngineLimits) -> str | None:
+    end = sequence.start + len(sequence.token_ids)
+    if not sequence.token_ids or sequence.start < 0:
+        return f"{len(sequence.token_ids)} tokens at start {sequence.start}"
+    if end > limits.context_tokens:
+        return f"{end} tokens; the model's context is {limits.context_tokens}"
+    if end > len(sequence.pages) * limits.page_size:
+        return f"{end} tokens in {len(sequence.pages)} pages of {limits.page_size}"
+    if sequence.sampling is not None and sequence.history is None and looks_back(sequence.sampling):
+        return "its sampling looks back at tokens, and no history came"
+    if min(sequence.pages) < 0 or max(sequence.pages) >= limits.pages:
+        return f"a page outside 0 .. {limits.pages - 1}"
+    if min(sequence.token_ids) < 0 or max(sequence.token_ids) >= limits.vocab_size:
+        return f"a token id outside 0 .. {limits.vocab_size - 1}"
+    return None

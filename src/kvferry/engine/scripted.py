@@ -12,6 +12,7 @@ all-reduce, so the tokens do not depend on how the model is sliced.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from functools import cache
 from hashlib import blake2b
@@ -32,10 +33,11 @@ from kvferry.transfer.contract import Region, RegionKind
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _PARTS = ("k", "v")
 Words = NDArray[np.uint32]
+Places = NDArray[np.int64]
 _SUM = 2**64
 #: Odd multipliers of what makes a word, so that a change of any of the five changes it.
-_OF_ID, _OF_POSITION = np.uint64(0x9E3779B1), np.uint64(0x85EBCA77)
-_OF_REGION, _OF_WORD = np.uint64(0xC2B2AE3D), np.uint64(0x165667B1)
+_OF_ID, _OF_POSITION = np.uint32(0x9E3779B1), np.uint32(0x85EBCA77)
+_OF_REGION, _OF_WORD = np.uint32(0xC2B2AE3D), np.uint32(0x165667B1)
 
 
 @cache
@@ -82,8 +84,11 @@ class ScriptedEngine:
         self._words = slice(first, first + self._slice.heads * per_head)
         shape = (self._slice.layers, len(_PARTS), limits.pages, limits.page_size, self._slice.heads * per_head)
         self._pool: Words = np.zeros(shape, dtype=np.uint32)
+        self._places = self._pool.reshape(*shape[:2], -1, shape[-1])  # [layers, parts, pages * page_size, words]
         self._metadata = np.zeros((metadata_rows, ROW_BYTES), dtype=np.uint8)
         self._origin = _origin(layout.layers, self._width)
+        self._weights = _weights(layout.layers, limits.context_tokens, self._width)
+        self._own_weights = self._weights[self._layers, ..., self._words]
         self._regions = self._make_regions()
         self._running = False
 
@@ -142,15 +147,15 @@ class ScriptedEngine:
             await self._sleep(cost_s)
             self._write(plan, places)
             sums = [self._read(sequence) for sequence in plan.sequences if sequence.sampling is not None]
-            result = StepResult(plan.step, (None,) * len(plan.sequences), cost_s, np.array(sums, np.uint64).tobytes())
+            result = StepResult(plan.step, (None,) * len(plan.sequences), cost_s, struct.pack(f"<{len(sums)}Q", *sums))
             return self.combine(plan, result, ()) if self._whole else result
         finally:
             self._running = False
 
     def combine(self, plan: StepPlan, result: StepResult, parts: Iterable[bytes]) -> StepResult:
         """`kvferry.engine.contract.Combine`: the sums of all ranks, and what is drawn by them."""
-        found = np.array([np.frombuffer(part, np.uint64) for part in (result.part, *parts)])
-        sums: Iterator[int] = iter(found.sum(axis=0, dtype=np.uint64).tolist())
+        found = (struct.unpack(f"<{len(part) // 8}Q", part) for part in (result.part, *parts))
+        sums: Iterator[int] = map(sum, zip(*found, strict=True))
         drawn = tuple(None if s.sampling is None else self._draw(s, next(sums)) for s in plan.sequences)
         return StepResult(result.step, drawn, result.compute_s)
 
@@ -162,54 +167,48 @@ class ScriptedEngine:
     ) -> tuple[int, ...]:
         """The `count` tokens that follow a prompt when no byte is lost: worked out from the ids, without any page."""
         prompt, ids = tuple(prompt_ids), list(prompt_ids)
-        total = self._sum(self._slots(prompt, range(len(prompt))), 0, slice(None), slice(None))
+        total = _sum(self._slots(prompt, range(len(prompt))), self._weights[:, :, : len(prompt)])
         for position in range(len(prompt), len(prompt) + count):
             history = None
             if sampling is not None and looks_back(sampling):
                 history = History(prompt, tuple(ids[len(prompt) :]))
             ids.append(self._next(total, sampling, history)[0])
-            total += self._sum(self._slots(ids[position:], (position,)), position, slice(None), slice(None))
+            total += _sum(self._slots(ids[position:], (position,)), self._weights[:, :, position : position + 1])
         return tuple(ids[len(prompt) :])
 
     def _slots(self, token_ids: Collection[int], positions: Collection[int]) -> Words:
         """What the tokens leave in all pools: [layers, parts, tokens, words per slot]. The first word is the id."""
-        ids = np.array(token_ids, dtype=np.uint64)
-        slots = ids * _OF_ID + np.array(positions, dtype=np.uint64) * _OF_POSITION
-        words: Words = (self._origin + slots[None, None, :, None]).astype(np.uint32)
+        ids = np.array(token_ids, dtype=np.uint32)
+        slots = ids * _OF_ID + np.array(positions, dtype=np.uint32) * _OF_POSITION
+        words: Words = self._origin + slots[:, None]
         words[..., 0] = ids
         return words
 
-    def _places_of(self, plan: StepPlan) -> tuple[list[int], list[int], Words]:
-        """Of all fed tokens: their pages, their offsets there, and what this rank's pool gets of them."""
+    def _places_of(self, plan: StepPlan) -> tuple[Places, Words]:
+        """Of all fed tokens: where they lie in `self._places`, and what this rank's pool gets of them."""
         ids: list[int] = []
         positions: list[int] = []
-        pages: list[int] = []
+        places: list[int] = []
         size = self._limits.page_size
         for sequence in plan.sequences:
-            fed = range(sequence.start, sequence.start + len(sequence.token_ids))
+            fed, pages = range(sequence.start, sequence.start + len(sequence.token_ids)), sequence.pages
             ids += sequence.token_ids
             positions += fed
-            pages += [sequence.pages[position // size] for position in fed]
+            places += [pages[position // size] * size + position % size for position in fed]
         words = self._slots(ids, positions)[self._layers, :, :, self._words]
-        return pages, [position % size for position in positions], words
+        return np.array(places, dtype=np.int64), words
 
-    def _write(self, plan: StepPlan, places: tuple[list[int], list[int], Words]) -> None:
-        pages, offsets, words = places
-        self._pool[:, :, pages, offsets] = words
+    def _write(self, plan: StepPlan, places: tuple[Places, Words]) -> None:
+        at, words = places
+        self._places[:, :, at] = words
 
     def _read(self, sequence: Sequence) -> int:
         """This rank's sum over all that the sequence has in its pages; of n replicas, each adds up every n-th token."""
-        first, step = self._slice.replica, self._slice.replicas
-        positions = np.arange(first, sequence.position, step)
-        pages = np.asarray(sequence.pages, dtype=np.int64)[positions // self._limits.page_size]
-        slots = self._pool[:, :, pages, positions % self._limits.page_size]
-        return self._sum(slots, first, self._layers, self._words, step)
-
-    def _sum(self, slots: Words, start: int, layers: slice, words: slice, step: int = 1) -> int:
-        """Of the slots of every `step`-th position from `start` on."""
-        weights = _weights(self._layout.layers, self._limits.context_tokens, self._width)
-        end = start + slots.shape[2] * step
-        return int((slots * weights[layers, :, start:end:step, words]).sum(dtype=np.uint64))
+        size, end = self._limits.page_size, sequence.position
+        pages = self._pool[:, :, list(sequence.pages[: -(-end // size)])]
+        every = slice(self._slice.replica, end, self._slice.replicas)
+        slots = pages.reshape(*pages.shape[:2], -1, pages.shape[-1])[:, :, every]
+        return _sum(slots, self._own_weights[:, :, every])
 
     def _draw(self, sequence: Sequence, total: int) -> Drawn:
         sampling = sequence.sampling
@@ -224,7 +223,7 @@ class ScriptedEngine:
         digest = blake2b((total % _SUM).to_bytes(8, "little"), digest_size=8, salt=salt)
         if history is not None:
             for ids in (history.prompt_ids, history.generated_ids):
-                digest.update(np.array([len(ids), *ids], dtype=np.int64).tobytes())
+                digest.update(struct.pack(f"<{len(ids) + 1}q", len(ids), *ids))
         word = int.from_bytes(digest.digest(), "little")
         return word % self._limits.vocab_size, word >> 32
 
@@ -237,10 +236,14 @@ class ScriptedEngine:
         return Logprobs(best, tuple(((token_id + at) % self._limits.vocab_size, best - at * 0.75) for at in ranks))
 
 
-def _origin(layers: int, width: int) -> NDArray[np.uint64]:
+def _sum(slots: Words, weights: NDArray[np.uint64]) -> int:
+    return int(np.add.reduce(slots * weights, axis=None))
+
+
+def _origin(layers: int, width: int) -> Words:
     """What a word has of its layer, its part and its place in the slot: [layers, parts, 1, width]."""
-    region = np.arange(layers * len(_PARTS), dtype=np.uint64).reshape(layers, len(_PARTS), 1, 1)
-    made: NDArray[np.uint64] = region * _OF_REGION + np.arange(width, dtype=np.uint64) * _OF_WORD
+    region = np.arange(layers * len(_PARTS), dtype=np.uint32).reshape(layers, len(_PARTS), 1, 1)
+    made: Words = region * _OF_REGION + np.arange(width, dtype=np.uint32) * _OF_WORD
     return made
 
 

@@ -9,18 +9,17 @@ merely asserted is refused.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 
-@dataclass(frozen=True)
-class Stepped:
+class Stepped(msgspec.Struct, frozen=True):
     """Every forward with a number up to `step` has finished on every rank."""
 
     step: int
 
 
-@dataclass(frozen=True)
-class NeverGiven:
+class NeverGiven(msgspec.Struct, frozen=True):
     """The pages were never handed to a link, nor to the data plane."""
 
     @property
@@ -28,8 +27,7 @@ class NeverGiven:
         return "never given away"
 
 
-@dataclass(frozen=True)
-class Quiet:
+class Quiet(msgspec.Struct, frozen=True):
     """`drained`: the ranks that have said that their writes (or reads) are flushed or will never be posted. `exited`:
     incarnations whose process has ended, as the kernel of this host says. `revoked`: incarnations whose way here, the
     agent that they wrote through, has been destroyed.
@@ -60,8 +58,7 @@ class Quiet:
         return " and ".join(sorted(found))
 
 
-@dataclass(frozen=True)
-class Quiescent:
+class Quiescent(msgspec.Struct, frozen=True):
     """The proof that goes with `PageLedger.release`; `holding` is the id of the holding it is about."""
 
     holding: int

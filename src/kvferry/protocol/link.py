@@ -20,6 +20,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import msgspec
+
 from kvferry.protocol.address import Address
 from kvferry.protocol.frames import BATCH_BYTES, BATCH_MESSAGES, Ack, Bye, Data, Frame, Hello, NotMe, Welcome
 from kvferry.protocol.link_table import TABLE, Ending, LinkEvent, LinkState
@@ -43,25 +45,21 @@ class LinkLimits:
     window: int
 
 
-@dataclass(frozen=True)
-class Up:
+class Up(msgspec.Struct, frozen=True):
     """The session is open."""
 
 
-@dataclass(frozen=True)
-class Delivered:
+class Delivered(msgspec.Struct, frozen=True):
     """The next message from the peer."""
 
     payload: bytes
 
 
-@dataclass(frozen=True)
-class Answered:
+class Answered(msgspec.Struct, frozen=True):
     """The peer has answered our `ask`: it was alive after that was called."""
 
 
-@dataclass(frozen=True)
-class Lost:
+class Lost(msgspec.Struct, frozen=True):
     """The session is over; nothing more comes from it."""
 
     ending: Ending
@@ -87,6 +85,7 @@ class LinkSession(Machine[LinkState, LinkEvent]):
         self._cursor = 0  # number of the next message to put into a frame
         self._received = 0  # messages delivered, in order
         self._ack_waiting = 0
+        self._ack_after = max(1, min(limits.window // 4, BATCH_MESSAGES))  # received messages
         self._ack_due_s: float | None = None
         self._ask = self._answered = 0
         self._ask_due_s = 0.0
@@ -121,12 +120,12 @@ class LinkSession(Machine[LinkState, LinkEvent]):
         if len(self._unacked) >= self.limits.window:
             self.end(Ending.OVERFLOW, now_s)
             return False
-        self._fire(E.SEND, now_s, payload=payload)
+        self._fire(E.SEND, now_s, {"payload": payload})
         return True
 
     def end(self, ending: Ending, now_s: float) -> None:
         """End the session from this side; the peer is told, where there is one to tell."""
-        self._fire(E.END, now_s, ending=ending)
+        self._fire(E.END, now_s, {"ending": ending})
 
     def say_hello(self, now_s: float) -> None:
         """The path is new: say Hello on it. What was sent before may be lost and follows the peer's Welcome."""
@@ -143,9 +142,9 @@ class LinkSession(Machine[LinkState, LinkEvent]):
     def receive(self, frame: Frame, now_s: float) -> None:
         """Take in one frame, of whatever session."""
         event = self._event_of(frame)
-        if event not in (E.STRAY, E.HIGHER_HELLO, E.LOWER_HELLO):
+        if event is not E.STRAY and event is not E.HIGHER_HELLO and event is not E.LOWER_HELLO:
             self._silent_at_s = now_s + self.limits.silence_s
-        self._fire(event, now_s, frame=frame)
+        self._fire(event, now_s, {"frame": frame})
 
     def tick(self, now_s: float) -> None:
         """Let the timers that are due run out. Call it at `next_tick_s`, or at any other time."""
@@ -173,7 +172,9 @@ class LinkSession(Machine[LinkState, LinkEvent]):
             return None
         if self.state is S.CONNECTING:
             return min(self._silent_at_s, self._hello_due_s)
-        due_s = min(self._silent_at_s, self._heartbeat_at_s)
+        due_s = self._heartbeat_at_s
+        if self._silent_at_s < due_s:
+            due_s = self._silent_at_s
         if self._resend_due_s is not None and self._resend_due_s < due_s:
             due_s = self._resend_due_s
         if self._ack_due_s is not None and self._ack_due_s < due_s:
@@ -182,11 +183,22 @@ class LinkSession(Machine[LinkState, LinkEvent]):
 
     # --- what leaves ----------------------------------------------------------------------------------------
 
+    def has_frames(self, now_s: float) -> bool:
+        """`collect` would give some."""
+        if self._control:
+            return True
+        if self.state is not S.OPEN:
+            return False
+        if self._cursor < self._base + len(self._unacked):
+            return True
+        return self._ack_due_s is not None and now_s >= self._ack_due_s
+
     def collect(self, now_s: float) -> list[Frame]:
         """The frames to send now, in order."""
         frames, self._control = self._control, []
         if self.state is S.OPEN:
-            frames += self._batches(now_s)
+            if self._cursor < self._base + len(self._unacked):
+                frames += self._batches(now_s)
             if self._ack_due_s is not None and now_s >= self._ack_due_s:
                 frames.append(self._ack())
         if frames:
@@ -195,7 +207,9 @@ class LinkSession(Machine[LinkState, LinkEvent]):
 
     def take_events(self) -> list[SessionEvent]:
         """What happened since the last call, in order."""
-        events, self.commands = self.commands, []
+        events = self.commands
+        if events:
+            self.commands = []
         return events
 
     @property
@@ -205,13 +219,16 @@ class LinkSession(Machine[LinkState, LinkEvent]):
 
     # --- inside ---------------------------------------------------------------------------------------------
 
-    def _fire(self, event: LinkEvent, now_s: float, **payload: Any) -> None:
+    def _fire(self, event: LinkEvent, now_s: float, payload: dict[str, Any]) -> None:
         # Events are collected by take_events, so this does not use `fire`, which hands them out.
         self._now_s = now_s
         self._by_us = event is E.END
         self._apply(event, payload)
 
     def _event_of(self, frame: Frame) -> LinkEvent:
+        kind = type(frame)
+        if kind is Data or kind is Ack:
+            return _PLAIN[kind] if frame.session == self.session else E.STRAY
         if isinstance(frame, Hello):
             if frame.session == self.session:
                 return E.HELLO
@@ -222,22 +239,22 @@ class LinkSession(Machine[LinkState, LinkEvent]):
             return E.STRAY
         if isinstance(frame, Welcome) and frame.sender.incarnation != self.peer.incarnation:
             return E.NOT_ME
-        return _PLAIN[type(frame)]
+        return _PLAIN[kind]
 
     def _batches(self, now_s: float) -> list[Frame]:
         frames: list[Frame] = []
         end = self._base + len(self._unacked)
-        while self._cursor < end:
+        while (first := self._cursor) < end:
             size_bytes = 0
             payloads: list[bytes] = []
-            while self._cursor + len(payloads) < end and len(payloads) < BATCH_MESSAGES:
-                payload = self._unacked[self._cursor + len(payloads) - self._base]
-                if payloads and size_bytes + len(payload) > BATCH_BYTES:
+            for at in range(first - self._base, min(end, first + BATCH_MESSAGES) - self._base):
+                payload = self._unacked[at]
+                size_bytes += len(payload)
+                if payloads and size_bytes > BATCH_BYTES:
                     break
                 payloads.append(payload)
-                size_bytes += len(payload)
-            frames.append(Data(self.session, self._cursor, self._received, tuple(payloads)))
-            self._cursor += len(payloads)
+            frames.append(Data(self.session, first, self._received, tuple(payloads)))
+            self._cursor = first + len(payloads)
         if frames:
             self._ack_due_s, self._ack_waiting = None, 0
             if self._resend_due_s is None:
@@ -301,7 +318,7 @@ class LinkSession(Machine[LinkState, LinkEvent]):
         self.commands += [Delivered(payload) for payload in fresh]
         self._received += len(fresh)
         self._ack_waiting += len(fresh)
-        if self._ack_waiting >= max(1, min(self.limits.window // 4, BATCH_MESSAGES)):
+        if self._ack_waiting >= self._ack_after:
             self._ack_due_s = self._now_s
         elif self._ack_due_s is None:
             self._ack_due_s = self._now_s + self.limits.resend_s / 4

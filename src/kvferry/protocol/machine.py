@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -42,6 +42,11 @@ class Go(Generic[S]):
 
     to: S
     do: str = ""
+    #: That method's name, underscore and all; "" for none.
+    method: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "method", f"_{self.do}" if self.do else "")
 
 
 Cell = Go[S] | Verdict
@@ -103,11 +108,11 @@ class Machine(Generic[S, E]):
 
     def _apply(self, event: E, payload: dict[str, Any]) -> None:
         cell: Cell[S] = self.TABLE[self.state][event]
-        if isinstance(cell, Verdict):
-            if cell is REFUSED and event in self.LOCAL:
-                raise IllegalEvent(f"{type(self).__name__}: {event.name} is not allowed in state {self.state.name}")
-            self.counts[(cell, self.state, event)] += 1
+        if isinstance(cell, Go):
+            self.state = cell.to
+            if cell.method:
+                getattr(self, cell.method)(**payload)
             return
-        self.state = cell.to
-        if cell.do:
-            getattr(self, f"_{cell.do}")(**payload)
+        if cell is REFUSED and event in self.LOCAL:
+            raise IllegalEvent(f"{type(self).__name__}: {event.name} is not allowed in state {self.state.name}")
+        self.counts[(cell, self.state, event)] += 1

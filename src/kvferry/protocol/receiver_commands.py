@@ -2,74 +2,62 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from kvferry.protocol.errors import Cause
 
 
-@dataclass(frozen=True)
-class LineUp:
+class LineUp(msgspec.Struct, frozen=True):
     """The prompt is computed: from now on the request is a candidate for admission, and its age counts."""
 
 
-@dataclass(frozen=True)
-class HandOut:
+class HandOut(msgspec.Struct, frozen=True):
     """Lease the pages to the writer and send it the `Destination`; tell the room."""
 
 
-@dataclass(frozen=True)
-class NoteReceived:
+class NoteReceived(msgspec.Struct, frozen=True):
     """Tell the room that `rank`'s notification is in."""
 
     rank: int
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(msgspec.Struct, frozen=True):
     """All is written. Say whether it is what was to come: CHECKED or CHECK_FAILED, now or when the checks are done."""
 
 
-@dataclass(frozen=True)
-class Commit:
+class Commit(msgspec.Struct, frozen=True):
     """End the lease, tell the room, publish the first token, join the running batch."""
 
 
-@dataclass(frozen=True)
-class AbortWriter:
+class AbortWriter(msgspec.Struct, frozen=True):
     """Ask each rank that has not acked to stop and to say Drained, as far as it can be asked; the pages are quarantined
     until there is proof about all of them.
     """
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(msgspec.Struct, frozen=True):
     """Tell the room of a failure that decode has found."""
 
     cause: Cause
 
 
-@dataclass(frozen=True)
-class Ack:
+class Ack(msgspec.Struct, frozen=True):
     """Tell the room that decode has stopped."""
 
 
-@dataclass(frozen=True)
-class AnswerCommitted:
+class AnswerCommitted(msgspec.Struct, frozen=True):
     """Tell the room that decode has committed."""
 
 
-@dataclass(frozen=True)
-class LeaveBatch:
+class LeaveBatch(msgspec.Struct, frozen=True):
     """Take the request out of the running batch."""
 
 
-@dataclass(frozen=True)
-class Retract:
+class Retract(msgspec.Struct, frozen=True):
     """Tell the front, behind the tokens, that the attempt is over; remember the request's age."""
 
 
-@dataclass(frozen=True)
-class Release:
+class Release(msgspec.Struct, frozen=True):
     """Release the pages with the proof at hand (if there are any) and forget the room."""
 
 

@@ -11,9 +11,10 @@ sent from prefill to decode, it could be there first.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import auto
 from typing import Any, ClassVar
+
+import msgspec
 
 from kvferry.protocol.address import Address
 from kvferry.protocol.clocks import Clocks, Limits, Wait, admission_wait
@@ -159,23 +160,20 @@ _ENDS_LEG = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class SendLeg:
+class SendLeg(msgspec.Struct, frozen=True):
     """Send `message` to the leader of `leg`."""
 
     leg: str
     message: Message
 
 
-@dataclass(frozen=True)
-class Resolve:
+class Resolve(msgspec.Struct, frozen=True):
     """Answer the front: `cause` None means that decode has committed."""
 
     cause: Cause | None
 
 
-@dataclass(frozen=True)
-class End:
+class End(msgspec.Struct, frozen=True):
     """The room is over; its actor may be forgotten."""
 
 

@@ -11,9 +11,10 @@ front has been told.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import auto
 from typing import Any, ClassVar
+
+import msgspec
 
 from kvferry.protocol.errors import Cause
 from kvferry.protocol.kvpoll import KVPoll
@@ -142,47 +143,39 @@ _KVPOLL = {
 }
 
 
-@dataclass(frozen=True)
-class Enqueue:
+class Enqueue(msgspec.Struct, frozen=True):
     """The destination is known: the room may be computed when its turn comes."""
 
 
-@dataclass(frozen=True)
-class Keep:
+class Keep(msgspec.Struct, frozen=True):
     """The prompt is computed and has no destination: its pages become cache, and the room is told `PrefillDone`."""
 
 
-@dataclass(frozen=True)
-class Write:
+class Write(msgspec.Struct, frozen=True):
     """Write what has been computed; with `last`, the rest of the pages and the metadata."""
 
     last: bool
 
 
-@dataclass(frozen=True)
-class Cancel:
+class Cancel(msgspec.Struct, frozen=True):
     """Stop posting the room's writes; each still ends."""
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(msgspec.Struct, frozen=True):
     """Tell the room of a failure that prefill has found."""
 
     cause: Cause
 
 
-@dataclass(frozen=True)
-class Deliver:
+class Deliver(msgspec.Struct, frozen=True):
     """Everything is flushed: notify on the data path, say Drained, release the source pages, forget the room."""
 
 
-@dataclass(frozen=True)
-class Release:
+class Release(msgspec.Struct, frozen=True):
     """Nothing more will be written: say Drained to decode and the room, release the source pages, forget the room."""
 
 
-@dataclass(frozen=True)
-class Strand:
+class Strand(msgspec.Struct, frozen=True):
     """No read or write is left here, so the source pages are free; but the room stays known and no Drained is said."""
 
 

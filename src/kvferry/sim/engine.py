@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from kvferry.engine.contract import EngineLimits, Sequence, StepPlan, StepResult
-from kvferry.engine.scripted import ScriptedEngine, Words
+from kvferry.engine.scripted import Places, ScriptedEngine, Words
 from kvferry.protocol.rank import Layout, Slice
 
 
@@ -47,7 +47,7 @@ class SimEngine(ScriptedEngine):
         finally:
             self.running = None
 
-    def _write(self, plan: StepPlan, places: tuple[list[int], list[int], Words]) -> None:
+    def _write(self, plan: StepPlan, places: tuple[Places, Words]) -> None:
         super()._write(plan, places)
         if self.reader is not None:
             self.reader.written(self, plan)

@@ -10,11 +10,15 @@ selector, no contexts (nobody in a simulation has context variables), no debuggi
 from __future__ import annotations
 
 import asyncio
-import heapq
 from collections import deque
 from collections.abc import Callable, Coroutine
+from heapq import heappop, heappush
 from random import Random as _Generator
 from typing import Any, TypeVar
+
+import msgspec
+
+from kvferry.actors.ports import Timer
 
 T = TypeVar("T")
 
@@ -23,15 +27,12 @@ class Deadlock(RuntimeError):
     """Nothing is ready and no timer is set; the message lists the tasks that wait."""
 
 
-class Call:
+class Call(msgspec.Struct):
     """What asyncio calls a Handle or a TimerHandle: something to be done, unless it is cancelled before."""
 
-    __slots__ = ("_at_s", "args", "do")
-
-    def __init__(self, do: Callable[..., Any], args: tuple[Any, ...], at_s: float) -> None:
-        self.do: Callable[..., Any] | None = do
-        self.args = args
-        self._at_s = at_s
+    do: Callable[..., Any] | None
+    args: tuple[Any, ...]
+    at_s: float = 0.0
 
     def cancel(self) -> None:
         self.do, self.args = None, ()
@@ -40,7 +41,7 @@ class Call:
         return self.do is None
 
     def when(self) -> float:
-        return self._at_s
+        return self.at_s
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
@@ -48,27 +49,39 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def __init__(self) -> None:
         super().__init__()
-        self._virtual_s = 0.0
+        self.now_s = 0.0
         self._due: deque[Call] = deque()
         self._timers: list[tuple[float, int, Call]] = []
         self._set = 0
         self._stopping = False
 
     def time(self) -> float:
-        return self._virtual_s
+        return self.now_s
 
-    def call_soon(self, callback: Callable[..., Any], *args: Any, context: Any = None) -> Any:  # type: ignore[override]
-        call = Call(callback, args, self._virtual_s)
+    #: Never. Asked at the making of every future, so it is no function of Python's.
+    get_debug = staticmethod(bool)
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return asyncio.Future(loop=self)
+
+    def create_task(self, coro: Any, *, name: object = None, context: Any = None) -> asyncio.Task[Any]:
+        return asyncio.Task(coro, loop=self, name=name)  # type: ignore[arg-type]
+
+    def call_soon(self, callback: Callable[..., Any], *args: Any, context: Any = None) -> Call:  # type: ignore[override]
+        call = Call(callback, args)
         self._due.append(call)
         return call
 
-    def call_later(self, delay: float, callback: Callable[..., Any], *args: Any, context: Any = None) -> Any:  # type: ignore[override]
-        return self.call_at(self._virtual_s + delay, callback, *args)
+    def call_later(self, delay: float, callback: Callable[..., Any], *args: Any, context: Any = None) -> Call:  # type: ignore[override]
+        return self._put(self.now_s + delay, callback, args)
 
-    def call_at(self, when: float, callback: Callable[..., Any], *args: Any, context: Any = None) -> Any:  # type: ignore[override]
-        call = Call(callback, args, when)
+    def call_at(self, when: float, callback: Callable[..., Any], *args: Any, context: Any = None) -> Call:  # type: ignore[override]
+        return self._put(when, callback, args)
+
+    def _put(self, when_s: float, do: Callable[..., Any], args: tuple[Any, ...]) -> Call:
+        call = Call(do, args, when_s)
         self._set += 1
-        heapq.heappush(self._timers, (when, self._set, call))
+        heappush(self._timers, (when_s, self._set, call))
         return call
 
     def _run_once(self) -> None:
@@ -78,25 +91,27 @@ class VirtualLoop(asyncio.BaseEventLoop):
             if not due:
                 self._jump()
             # Timers of this moment that were set meanwhile come behind what is ready already.
-            while timers and timers[0][0] <= self._virtual_s:
-                due.append(heapq.heappop(timers)[2])
+            while timers and timers[0][0] <= self.now_s:
+                due.append(heappop(timers)[2])
             for _ in range(len(due)):
                 call = due.popleft()
-                if call.do is not None:
+                do = call.do
+                if do is not None:
                     try:
-                        call.do(*call.args)
+                        do(*call.args)
                     except (SystemExit, KeyboardInterrupt):
                         raise
                     except BaseException as error:  # noqa: BLE001 - as asyncio does it: told to the handler
-                        self.call_exception_handler({"message": f"exception in {call.do}", "exception": error})
+                        self.call_exception_handler({"message": f"exception in {do}", "exception": error})
 
     def _jump(self) -> None:
-        while self._timers and self._timers[0][2].do is None:
-            heapq.heappop(self._timers)
-        if not self._timers:
+        timers = self._timers
+        while timers and timers[0][2].do is None:
+            heappop(timers)
+        if not timers:
             waiting = sorted(str(task.get_coro()) for task in asyncio.all_tasks(self))
             raise Deadlock("nothing is ready and no timer is set; waiting: " + ("; ".join(waiting) or "no task"))
-        self._virtual_s = max(self._virtual_s, self._timers[0][0])
+        self.now_s = max(self.now_s, timers[0][0])
 
     def _process_events(self, event_list: list[Any]) -> None:
         """There are no events of the kernel's."""
@@ -115,27 +130,41 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 class VirtualClock:
-    """`kvferry.actors.ports.Clock` on the virtual time of the loop that it is made on (or first asked on)."""
+    """`kvferry.actors.ports.Clock` on the time of the loop that it is first asked on, a virtual one as a rule."""
 
-    __slots__ = ("_loop",)
+    __slots__ = ("known",)
 
     def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.known: asyncio.AbstractEventLoop | None = None  # its loop, once it has been asked for
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None:
-            self._loop = asyncio.get_running_loop()
-        return self._loop
+        if self.known is None:
+            self.known = asyncio.get_running_loop()
+        return self.known
 
     def now_s(self) -> float:
-        return (self._loop or self.loop).time()
+        return (self.known or self.loop).time()
 
     async def sleep(self, duration_s: float) -> None:
-        await asyncio.sleep(duration_s)
+        if duration_s <= 0:
+            await asyncio.sleep(0)
+            return
+        loop = self.known or self.loop
+        over = loop.create_future()
+        timer = loop.call_later(duration_s, _end, over)
+        try:
+            await over
+        finally:
+            timer.cancel()
 
-    def call_later(self, delay_s: float, do: Callable[[], None]) -> asyncio.TimerHandle:
+    def call_later(self, delay_s: float, do: Callable[[], None]) -> Timer:
         return self.loop.call_later(delay_s, do)
+
+
+def _end(future: asyncio.Future[None]) -> None:
+    if not future.cancelled():
+        future.set_result(None)
 
 
 class SeededRandom:
@@ -143,6 +172,8 @@ class SeededRandom:
 
     def __init__(self, seed: int) -> None:
         self._generator = _Generator(seed)
+        #: From 0 to below 1.
+        self.draw: Callable[[], float] = self._generator.random
 
     def bits(self, count: int) -> int:
         return self._generator.getrandbits(count)

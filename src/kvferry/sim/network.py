@@ -14,6 +14,7 @@ from functools import partial
 
 from kvferry.actors.carrier import CarrierHandler, Path
 from kvferry.actors.links import LinkLayer
+from kvferry.actors.ports import Timer
 from kvferry.actors.settings import LinkSettings
 from kvferry.protocol.address import Address
 from kvferry.sim.loop import SeededRandom, VirtualClock
@@ -55,6 +56,7 @@ class SimNetwork:
         self._pipes: dict[Path, _Pipe] = {}
         self._cuts: set[frozenset[str]] = set()
         self._made = 0
+        self._clock = VirtualClock()
         #: Ends a process that another one has killed: whoever made it has more to end than its sockets.
         self.killer: Callable[[int], None] = lambda incarnation: self._by_incarnation[incarnation].end()
 
@@ -139,10 +141,11 @@ class SimNetwork:
         receiver = pipe.other(sender) if pipe is not None else None
         if pipe is None or receiver is None:
             return
-        if frozenset((sender.endpoint, receiver.endpoint)) in self._cuts:
+        if self._cuts and frozenset((sender.endpoint, receiver.endpoint)) in self._cuts:
             return
-        for _ in range(2 if self.random.chance(self.faults.duplicate_rate) else 1):
-            if not self.random.chance(self.faults.drop_rate):
+        faults, draw = self.faults, self.random.draw
+        for _ in range(2 if draw() < faults.duplicate_rate else 1):
+            if draw() >= faults.drop_rate:
                 self._deliver(pipe, receiver, data)
 
     def pipes_of(self, end: SimCarrier) -> list[_Pipe]:
@@ -151,13 +154,14 @@ class SimNetwork:
     def later(self, do: Callable[[], None], delay_s: float | None = None) -> None:
         low_s, high_s = self.faults.latency_s
         wait_s = self.random.between(low_s, high_s) if delay_s is None else delay_s
-        asyncio.get_running_loop().call_later(wait_s, do)
+        self._clock.call_later(wait_s, do)
 
     def _deliver(self, pipe: _Pipe, receiver: SimCarrier, data: bytes) -> None:
-        loop = asyncio.get_running_loop()
-        arrival_s = loop.time() + self.random.between(*self.faults.latency_s)
-        if self.random.chance(self.faults.reorder_rate):
-            arrival_s += self.random.between(0.0, self.faults.reorder_s)
+        loop, faults, draw = self._clock.known or self._clock.loop, self.faults, self.random.draw
+        low_s, high_s = faults.latency_s
+        arrival_s = loop.time() + (low_s + (high_s - low_s) * draw())
+        if draw() < faults.reorder_rate:
+            arrival_s += faults.reorder_s * draw()
         else:
             # Strictly later: timers of equal times run in no particular order.
             arrival_s = max(arrival_s, pipe.last_at_s.get(receiver.pid, 0.0) + 1e-9)
@@ -180,12 +184,12 @@ class SimClock(VirtualClock):
         return self._process.is_running
 
     async def sleep(self, duration_s: float) -> None:
-        await super().sleep(duration_s)
+        await VirtualClock.sleep(self, duration_s)
         if not self._process.is_running.is_set():
             await self._process.running()
 
-    def call_later(self, delay_s: float, do: Callable[[], None]) -> asyncio.TimerHandle:
-        return self.loop.call_later(delay_s, self._process.timed_out, do)
+    def call_later(self, delay_s: float, do: Callable[[], None]) -> Timer:
+        return (self.known or self.loop).call_later(delay_s, self._process.timed_out, do)
 
 
 class SimCarrier:
@@ -213,7 +217,10 @@ class SimCarrier:
         return self._network.make_pipe(self, endpoint).path
 
     def send(self, path: Path, data: bytes) -> None:
-        self.do(partial(self._network.carry, self, path, data))
+        if self._held is not None:
+            self.do(partial(self._network.carry, self, path, data))
+        elif not self.ended:
+            self._network.carry(self, path, data)
 
     def disconnect(self, path: Path) -> None:
         # After the frames that are on their way, as a socket with a linger time does it.
@@ -229,8 +236,12 @@ class SimCarrier:
     # --- called by the network ------------------------------------------------------------------------------
 
     def arrived(self, path: Path, data: bytes) -> None:
-        if self._handler is not None:
-            self.do(partial(self._handler.on_bytes, path, data))
+        if self._handler is None or self.ended:
+            return
+        if self._held is not None:
+            self._held.append(partial(self._handler.on_bytes, path, data))
+        else:
+            self._handler.on_bytes(path, data)
 
     def path_down(self, path: Path, refused: bool) -> None:
         if self._handler is not None:

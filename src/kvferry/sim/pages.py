@@ -122,12 +122,17 @@ class _LeaderPages:
         if self._turns % ALL_EVERY == 0:
             self.recount()
             return
-        holders: Counter[int] = Counter()
-        for pages in self._leader.block_tables().values():
-            holders.update(page for page in pages if page in touched)
-        free = Counter(page for page in self._ledger._free if page in touched)
+        tables, ledger = self._leader.block_tables().values(), self._ledger
+        held = touched.intersection(page for pages in tables for page in pages)
+        free_pages = [page for page in ledger._free if page in touched]
+        retired_pages = touched & ledger._retired
+        once = len(free_pages) + len(held) + len(retired_pages) == len(touched)
+        if once and held.union(free_pages, retired_pages) == touched:
+            return  # each in one place alone
+        holders = Counter(page for pages in tables for page in pages)
+        free = Counter(free_pages)
         for page in touched:
-            retired = page in self._ledger._retired
+            retired = page in retired_pages
             if free[page] + bool(holders[page]) + retired != 1:
                 text = f"page {page} lies {free[page]} times in the free list and in {holders[page]} block tables"
                 text += ", and is retired" if retired else ""

@@ -131,13 +131,13 @@ class Scenes(DataChaos):
 
     def _between(self, prefill: str, decode: str, state: SenderState) -> list[Machine[Any, Any]]:
         """Those of the rooms between those two that are in that state."""
-        found = [(machine, subject.names) for machine, subject in subjects_of(self._system) if machine.state is state]
+        found = [(machine, subject.names) for machine, subject in subjects_of(self._system, state)]
         return [machine for machine, names in found if (names["prefill"], names["decode"]) == (prefill, decode)]
 
     def _transferring(self) -> tuple[RoomMachine, Subject] | None:
         """A room that awaits its input, and whose request has enough to do."""
-        for machine, subject in subjects_of(self._system):
-            if isinstance(machine, RoomMachine) and machine.state is RoomState.AWAITING_INPUT and self._lives(subject):
+        for machine, subject in subjects_of(self._system, RoomState.AWAITING_INPUT):
+            if isinstance(machine, RoomMachine) and self._lives(subject):
                 tokens = machine.spec.sampling.max_tokens - len(machine.spec.frozen_ids)
                 if tokens >= TOKENS:
                     return machine, subject

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from enum import Enum
 from typing import Any
+
+import msgspec
 
 from kvferry.actors.leader import Leader
 from kvferry.actors.leg_room import LegRoom
@@ -13,8 +15,7 @@ from kvferry.protocol.request import RequestSpec
 from kvferry.sim.system import SimSystem
 
 
-@dataclass(frozen=True)
-class Subject:
+class Subject(msgspec.Struct, frozen=True):
     """One room and the names of those that work on it."""
 
     room: int
@@ -22,19 +23,23 @@ class Subject:
     names: dict[str, str]  # by role
 
 
-def subjects_of(system: SimSystem) -> list[tuple[Machine[Any, Any], Subject]]:
-    """Every machine of a room that lives, with its room."""
+def subjects_of(system: SimSystem, state: Enum | None = None) -> list[tuple[Machine[Any, Any], Subject]]:
+    """Every machine of a room that lives (and is in that state), with its room."""
     found: list[tuple[Machine[Any, Any], Subject]] = []
     for name, process in system.processes.items():
         actor = process.actor
         if isinstance(actor, Router):
             for room_id, guest in actor.guests.items():
                 machine = guest.room.machine
+                if state is not None and machine.state is not state:
+                    continue
                 legs = (machine.prefill.name, machine.decode.name)
                 found.append((machine, _subject(room_id, machine.spec, name, *legs)))
         elif isinstance(actor, Leader):
             room: LegRoom
             for room in actor.rooms.values():
+                if state is not None and room.machine.state is not state:
+                    continue
                 legs = (name, room.peer.name) if actor.role == "prefill" else (room.peer.name, name)
                 found.append((room.machine, _subject(room.room, room.spec, room.router.name, *legs)))
     return found

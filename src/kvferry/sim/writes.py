@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from kvferry.actors.decode.decode import Decode
 from kvferry.actors.prefill.prefill import Prefill
 from kvferry.actors.ranks.rank import Rank
-from kvferry.sim.contents import Contents, entries
+from kvferry.sim.contents import Contents, Entries, entries
 from kvferry.sim.findings import Findings
 from kvferry.sim.system import SimSystem
 from kvferry.transfer.contract import Region, RegionKind, Spans
@@ -34,14 +34,15 @@ class Writes:
 
     def _checked(self, batch: Spans, source: tuple[Region, ...], target: tuple[Region, ...]) -> None:
         writer, owner = self._ledger_of(source), self._ledger_of(target)
+        read, written = entries(batch, "source", source), entries(batch, "target", target)
         if writer is not None and owner is not None:
             incarnation = writer[0].network.address.incarnation
             ours, theirs = self._held(writer[1], 0), self._held(owner[1], incarnation)
-            for kind, item, other in _meeting(batch, source, target):
+            for kind, item, other in dict.fromkeys(_meeting(read, written)):  # the same ones in every layer
                 self._check(kind, item, other, ours, theirs)
         self.copies += 1
         self._copy(batch, source, target)
-        self._contents.copied(batch, source, target)
+        self._contents.copied(read, written)
 
     def _left_behind(self, batch: Spans, source: tuple[Region, ...], agent: str) -> None:
         self._contents.left_behind(batch, source)
@@ -69,12 +70,14 @@ class Writes:
 
     def _check(self, kind: RegionKind, item: int, other: int, ours: Items, theirs: Items) -> None:
         readers, writers = ours[kind].get(item), theirs[kind].get(other)
+        if readers and writers and readers & writers:
+            return
         for side, at, rooms in (("source", item, readers), ("target", other, writers)):
             if not rooms:
                 self._findings.add(
                     "leased-writes", f"a write touches {kind.value} {at} of its {side}, which no lease covers"
                 )
-        if readers and writers and not readers & writers:
+        if readers and writers:
             text = f"a write of room {_hex(readers)} touches {kind.value} {other}, leased for room {_hex(writers)}"
             self._findings.add("leased-writes", text)
 
@@ -105,10 +108,10 @@ class Writes:
             holding = room.holding
             if holding is None or holding.lease is None or writer not in holding.lease.writers.values():
                 continue
-            for page in holding.pages:
-                held[RegionKind.PAGES].setdefault(page, set()).add(room.room)
-            for row in holding.rows:
-                held[RegionKind.ROWS].setdefault(row, set()).add(room.room)
+            own = {room.room}
+            for items, kept in ((holding.pages, held[RegionKind.PAGES]), (holding.rows, held[RegionKind.ROWS])):
+                for item in items:
+                    kept[item] = kept[item] | own if item in kept else own
         return held
 
 
@@ -121,14 +124,10 @@ def _items(batch: Spans, side: str, regions: tuple[Region, ...]) -> list[tuple[R
     return found
 
 
-def _meeting(
-    batch: Spans, source: tuple[Region, ...], target: tuple[Region, ...]
-) -> Iterator[tuple[RegionKind, int, int]]:
+def _meeting(source: list[Entries], target: list[Entries]) -> Iterator[tuple[RegionKind, int, int]]:
     """Which item of the source goes into which one of the target: items of the two sides may have other sizes."""
-    for (ours, first, count), (theirs, to, _) in zip(
-        entries(batch, "source", source), entries(batch, "target", target), strict=True
-    ):
-        per_source, per_target = max(ours.tokens, 1), max(theirs.tokens, 1)
+    for (ours, first, count), (theirs, to, _) in zip(source, target, strict=True):
+        per_source, per_target = ours.tokens or 1, theirs.tokens or 1
         at = 0
         while at < count:
             yield ours.kind, (first + at) // per_source, (to + at) // per_target

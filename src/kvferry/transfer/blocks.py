@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -40,9 +42,13 @@ class Columns:
     def __len__(self) -> int:
         return len(self.width)
 
+    @cached_property
+    def entry_bytes(self) -> int:
+        """What an entry has in all pairs of regions together."""
+        return int(self.width.sum())
 
-@dataclass(frozen=True, eq=False)
-class Runs:
+
+class Runs(msgspec.Struct, frozen=True, eq=False):
     """Runs of entries that follow each other on both sides, int64 [runs]: the first one of each side, and how many."""
 
     source_at: Ints
@@ -54,7 +60,7 @@ class Runs:
 
     @property
     def entries(self) -> int:
-        return int(self.count.sum())
+        return int(np.add.reduce(self.count))
 
     def each(self) -> Runs:
         """One run per entry."""
@@ -63,8 +69,7 @@ class Runs:
         return Runs(source + within, target + within, np.ones(len(within), dtype=np.int64))
 
 
-@dataclass(frozen=True, eq=False)
-class Side:
+class Side(msgspec.Struct, frozen=True, eq=False):
     """One side of a block: of `Columns` the first four, of `Runs` the others."""
 
     region: NDArray[np.int32] | Ints
@@ -75,8 +80,7 @@ class Side:
     count: Ints
 
 
-@dataclass(frozen=True, eq=False)
-class Block:
+class Block(msgspec.Struct, frozen=True, eq=False):
     columns: Columns
     runs: Runs
 
@@ -102,7 +106,7 @@ class Block:
 
     @property
     def size_bytes(self) -> int:
-        return int(self.columns.width.sum()) * self.runs.entries
+        return self.columns.entry_bytes * self.runs.entries
 
     @property
     def span_count(self) -> int:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from kvferry.transfer.blocks import Ints
 from kvferry.transfer.contract import TransferError
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True):
     """Tokens [first_token, end_token) of a prompt of `prompt_tokens`; the first chunk begins where the target's prefix
     ends, the last one ends with the prompt. Both may lie within a page. `own`: of a source rank that has only a part
     of the prompt's tokens, the first one and the one after the last (`cp_range`).

@@ -40,6 +40,8 @@ class RegionKind(Enum):
     ROWS = "rows"  # per-request rows (metadata, recurrent state)
     RINGS = "rings"  # per-request rings of `tokens` slots: position p lies in slot p % tokens
 
+    __hash__ = object.__hash__  # each exists once, so there is no need for Enum's own, which is Python code
+
 
 _Count = Annotated[int, Meta(ge=0, le=_MOST)]
 _AtLeastOne = Annotated[int, Meta(ge=1, le=_MOST)]

@@ -46,7 +46,12 @@ class Plan:
     """
 
     blocks: tuple[Block, ...]
-    estimate: Estimate
+    costs: Costs = _DEFAULT_COSTS
+
+    @cached_property
+    def estimate(self) -> Estimate:
+        """What it costs, either way."""
+        return estimate(self.blocks, self.costs)
 
     @property
     def staged(self) -> bool:
@@ -87,7 +92,7 @@ def plan(pairing: Pairing, chunk: Chunk, source: Held, target: Held, costs: Cost
     )
     if chunk.last and METADATA in source.slots and METADATA in target.slots:
         blocks += row_blocks(pairing, METADATA, source.slots[METADATA], target.slots[METADATA])
-    return Plan(blocks, estimate(blocks, costs))
+    return Plan(blocks, costs)
 
 
 def plan_pages(pairing: Pairing, source_pages: ArrayLike, target_pages: ArrayLike) -> Spans:

@@ -1,4 +1,4 @@
-"""Where the tokens of a prompt lie on both sides, as runs of entries. Pure numpy, no loops over pages or tokens."""
+"""Where the tokens of a prompt lie on both sides, as runs of entries. Pure, no loops over many tokens or pages."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from numpy.typing import ArrayLike
 
 from kvferry.transfer.blocks import Ints, Runs
 from kvferry.transfer.contract import TransferError
+
+#: So many items are faster one by one than as arrays.
+FEW = 32
 
 
 def item_list(side: str, items: ArrayLike, noun: str = "page") -> Ints:
@@ -23,14 +26,19 @@ def check_items(side: str, used: Ints, limit: int, noun: str = "page") -> None:
     """Raises TransferError naming the first number outside a pool of `limit` items."""
     if not used.size:
         return
-    low, high = int(used.min()), int(used.max())
+    if used.size <= FEW:
+        few = used.tolist()
+        low, high = min(few), max(few)
+    else:
+        low, high = int(used.min()), int(used.max())
     if low < 0 or high >= limit:
         raise TransferError(f"{side} {noun} {low if low < 0 else high} is outside 0 .. {limit - 1}")
 
 
 def check_once(target: Ints) -> None:
     """Raises TransferError when a target page is named twice."""
-    if np.unique(target).size != target.size:
+    different = len(set(target.tolist())) if target.size <= FEW else np.unique(target).size
+    if different != target.size:
         raise TransferError(f"a target page is named twice in {target.tolist()}")
 
 
@@ -45,6 +53,35 @@ def entry_runs(first: int, end: int, source: Ints, source_entries: int, target: 
     """Entries [first, end) of a prompt: entry e lies in item source[e // source_entries] at e % source_entries, and in
     the same way at the target; the item sizes are free.
     """
+    if end - first <= FEW * min(source_entries, target_entries):
+        return _few_runs(first, end, source, source_entries, target, target_entries)
+    return _many_runs(first, end, source, source_entries, target, target_entries)
+
+
+def _few_runs(first: int, end: int, source: Ints, source_entries: int, target: Ints, target_entries: int) -> Runs:
+    """For few items, of which a step of Python costs less than all the calls of the arrays' way."""
+    source_first, target_first = first // source_entries, first // target_entries
+    sources = source[source_first : -(-end // source_entries)].tolist()
+    targets = target[target_first : -(-end // target_entries)].tolist()
+    runs: list[list[int]] = []
+    while first < end:
+        (source_item, source_in), (target_item, target_in) = (
+            divmod(first, source_entries),
+            divmod(first, target_entries),
+        )
+        count = min(source_entries - source_in, target_entries - target_in, end - first)
+        source_at = sources[source_item - source_first] * source_entries + source_in
+        target_at = targets[target_item - target_first] * target_entries + target_in
+        last = runs[-1] if runs else None
+        if last is not None and last[0] + last[2] == source_at and last[1] + last[2] == target_at:
+            last[2] += count
+        else:
+            runs.append([source_at, target_at, count])
+        first += count
+    return Runs(*np.array(runs, dtype=np.int64).reshape(-1, 3).T)
+
+
+def _many_runs(first: int, end: int, source: Ints, source_entries: int, target: Ints, target_entries: int) -> Runs:
     cuts = [np.arange(-(-first // size) * size, end, size, dtype=np.int64) for size in {source_entries, target_entries}]
     starts = np.unique(np.concatenate([[first], *cuts])) if first < end else np.empty(0, dtype=np.int64)
     source_at = source[starts // source_entries] * source_entries + starts % source_entries

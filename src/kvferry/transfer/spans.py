@@ -9,6 +9,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvferry.transfer.contract import SPAN_DTYPE, Region, Spans, TransferError
 
+#: So many spans are faster one by one than as arrays.
+FEW = 32
 _LARGEST = np.iinfo(np.int64).max
 
 
@@ -46,10 +48,22 @@ def check_spans(spans: Spans, source: Sequence[Region], target: Sequence[Region]
     check_side(spans, target, "target")
 
 
+def _lies_within(spans: Spans, regions: Sequence[Region], side: str) -> bool:
+    """As `check_side`, one by one, which is faster for few of them."""
+    sizes = _of(regions)[2]
+    columns = (spans[name].tolist() for name in (f"{side}_region", f"{side}_offset", "length"))
+    for index, offset, length in zip(*columns, strict=True):
+        if length < 1 or not 0 <= index < len(sizes) or offset < 0 or offset + length > sizes[index]:
+            return False
+    return True
+
+
 def check_side(spans: Spans, regions: Sequence[Region], side: str) -> None:
     """Raises TransferError naming the first span that is empty, or that lies outside a region of that side ("source" or
     "target").
     """
+    if len(spans) <= FEW and _lies_within(spans, regions, side):
+        return
     bad = np.flatnonzero(spans["length"] <= 0)
     if bad.size:
         raise TransferError(f"span {bad[0]}: length {spans['length'][bad[0]]} bytes; the least is 1")
@@ -94,19 +108,20 @@ def addresses(spans: Spans, regions: Sequence[Region], side: str) -> NDArray[np.
     return start
 
 
-_Arrays = tuple[NDArray[np.uint64], NDArray[np.int64]]
+_Arrays = tuple[NDArray[np.uint64], NDArray[np.int64], list[int]]
 #: By identity, and kept with what they are of: every write asks for those of the same few tuples.
 _known: dict[int, tuple[tuple[Region, ...], _Arrays]] = {}
 _MOST_KNOWN = 256
 
 
 def _of(regions: Sequence[Region]) -> _Arrays:
-    """(bases, sizes) of the regions."""
+    """(bases, sizes) of the regions, and the sizes as a list."""
     known = _known.get(id(regions))
     if known is not None and known[0] is regions:
         return known[1]
     bases = np.array([region.base for region in regions], dtype=np.uint64)
-    arrays = bases, np.array([region.item_bytes * region.items for region in regions], dtype=np.int64)
+    sizes = [region.item_bytes * region.items for region in regions]
+    arrays = bases, np.array(sizes, dtype=np.int64), sizes
     if isinstance(regions, tuple):
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
@@ -121,6 +136,8 @@ def split(spans: Spans, batch_bytes: int) -> list[Spans]:
     """
     if batch_bytes < 1:
         raise TransferError(f"batch_bytes is {batch_bytes}; the least is 1")
+    if len(spans) and total_bytes(spans) <= batch_bytes:
+        return [spans]
     pieces = cut(spans, batch_bytes)
     ends = np.cumsum(pieces["length"])
     batches: list[Spans] = []

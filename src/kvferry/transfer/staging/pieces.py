@@ -18,7 +18,7 @@ from kvferry.transfer.work import Blocks
 ALIGN = 64
 
 
-class Piece(Block):
+class Piece(Block, frozen=True, eq=False):
     """A block that fits."""
 
     @property
