@@ -52,7 +52,7 @@ class UcxDriver(PollingDriver[UcxPeer, UcxWrite, Agent]):
         self._turns += 1
         for agent in self._driven():
             for sender, payload in agent.notifications():
-                self._deliver(partial(self._on_notify, sender, payload))
+                self._tell(partial(self._on_notify, sender, payload))
                 progressed = True
         for name, peer in list(self._peers.items()):
             if peer.broken:
@@ -121,7 +121,7 @@ class UcxDriver(PollingDriver[UcxPeer, UcxWrite, Agent]):
             raise
         waits = not self._proofs.revoked
         notes = self._notes_agent(descriptor) if waits else agent
-        return UcxPeer(descriptor, agent, notes, self._regions, self._batch_bytes, self._now_s, self._deliver, waits)
+        return UcxPeer(descriptor, agent, notes, self._regions, self._batch_bytes, self._now_s, self._tell, waits)
 
     def _notes_agent(self, descriptor: Descriptor) -> Agent:
         self._generation += 1

@@ -72,7 +72,7 @@ class UcxPeer(QueuedPeer[UcxWrite, Agent]):
 
     @property
     def driven(self) -> tuple[Agent, ...]:
-        """Those that have to be driven in every turn. Where writes need nobody's help, none: a post copies by itself."""
+        """Those that have to be driven in every turn. Where a post copies by itself, none."""
         return () if self._waits else self.agents
 
     @property
