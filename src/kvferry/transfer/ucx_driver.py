@@ -1,8 +1,9 @@
 """The driver of NIXL's agents. Each turn takes the commands that are there, polls the agents once, and gives every peer
 with work one turn.
 
-There is one agent for each writer, and one for each target. Making one takes 70 ms, in which nothing else moves; the
-first is made at the start, so that a transport that does not work shows then, and the first peer gets it.
+There is one agent for each writer, and one for each target; two where writes need nobody's help (`ucx_peer` says why).
+Making one takes 70 ms, in which nothing else moves; the first is made at the start, so that a transport that does not
+work shows then, and the first peer gets it.
 """
 
 from __future__ import annotations
@@ -120,13 +121,21 @@ class UcxDriver(PollingDriver[UcxPeer, UcxWrite, Agent]):
             self._spare = agent
             raise
         waits = not self._proofs.revoked
-        notes = self._notes_agent(descriptor) if waits else agent
+        notes = self._notes_agent(descriptor, agent) if waits else agent
         return UcxPeer(descriptor, agent, notes, self._regions, self._batch_bytes, self._now_s, self._tell, waits)
 
-    def _notes_agent(self, descriptor: Descriptor) -> Agent:
+    def _notes_agent(self, descriptor: Descriptor, agent: Agent) -> Agent:
+        """A second agent to the same target, without regions, beside the one that writes."""
         self._generation += 1
-        notes = Agent(self._incarnation, self._generation, self._transports, self._host, (), self._devices)
-        add_peer(notes.nixl, self._transports, descriptor)
+        notes = None
+        try:
+            notes = Agent(self._incarnation, self._generation, self._transports, self._host, (), self._devices)
+            add_peer(notes.nixl, self._transports, descriptor)
+        except Exception as error:  # noqa: BLE001  (their errors have no base; the caller must hear of any)
+            for made in (agent, notes):
+                if made is not None:
+                    made.delete()
+            raise TransferError(f"{self._name}: no agent for what {descriptor.agent} is told: {error}") from None
         return notes
 
     def disconnect(self, peer: UcxPeer, on_done: Callable[[], None]) -> None:

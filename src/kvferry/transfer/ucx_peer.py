@@ -5,6 +5,10 @@ a cancel is never more than that away from its end. A handle is owned before it 
 done or has raised, or when the agent goes: releasing one that is under way aborts nothing, and its bytes would be read
 after their owner was told that the write had ended. For the same reason nothing here times out.
 
+Where a post copies by itself (CMA), what the target is told goes by an agent of its own, `notes`. A write ends with a
+flush of all that its agent has sent to that target, and a notification is flushed only when the target has looked: so
+a write behind one would wait for the target's next turn, a poll interval, and for ever if it stands still.
+
 All of it happens on the driver's thread.
 """
 
@@ -27,6 +31,9 @@ from kvferry.transfer.write import Write
 #: Handles under way at a time, each with its share of `batch_bytes`, where the target takes part: while it works on
 #: one, the next is on its way. Where a post copies by itself, more of them would only cost what a handle costs.
 PIECES = 4
+
+#: Turns of `notes` after a notification: the first one sets the connection up.
+_FIRST_TURNS, _NEXT_TURNS = 64, 2
 
 #: Turns of an agent after its last handle has ended, before it is deleted.
 _LAST_TURNS = 16
@@ -63,7 +70,8 @@ class UcxPeer(QueuedPeer[UcxWrite, Agent]):
         self._piece_bytes = max(1, batch_bytes // self._pieces)
         self._errors = nixl_errors()
         self._waits = waits
-        self.gone = False
+        self.gone = self._told = False
+        self._carrying = 0
         self._quiet_turns = 0
 
     @property
@@ -72,8 +80,15 @@ class UcxPeer(QueuedPeer[UcxWrite, Agent]):
 
     @property
     def driven(self) -> tuple[Agent, ...]:
-        """Those that have to be driven in every turn. Where a post copies by itself, none."""
-        return () if self._waits else self.agents
+        """Those that have to be driven in the next turn. Where a post copies by itself: who carries a notification off,
+        since nobody says that it has left.
+        """
+        if self.broken or not self._waits:
+            return self.agents
+        if not self._carrying:
+            return ()
+        self._carrying -= 1
+        return (self._notes,)
 
     @property
     def _refuses(self) -> bool:
@@ -94,6 +109,7 @@ class UcxPeer(QueuedPeer[UcxWrite, Agent]):
         first = self._work[0]
         if isinstance(first, bytes):
             self._notes.nixl.send_notif(self._descriptor.agent, first)
+            self._carrying, self._told = (_NEXT_TURNS if self._told else _FIRST_TURNS), True
             self._work.popleft()
             return True
         if first.pieces is None:
