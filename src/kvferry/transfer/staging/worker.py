@@ -51,3 +51,5 @@ class Worker:
                 self._tell(partial(on_done, error))
             except RuntimeError as closed:  # a loop that was closed under us has nobody left to tell
                 _log.info("%s: an answer was not delivered: %s", self._name, closed)
+            except Exception:  # noqa: BLE001  (the thread has other copies to do)
+                _log.exception("%s: the answer to a copy failed", self._name)
