@@ -12,6 +12,7 @@ import json
 import time
 from functools import cache
 from multiprocessing.connection import Connection
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -96,7 +97,7 @@ class Ranks:
         self.pool, self.side, self._transports, self._piece_mib = Pool(), side, transports, piece_mib
         self.endpoints: dict[tuple[str, int], StagingEndpoint] = {}
         self.inner: dict[tuple[str, int], UcxEndpoint] = {}
-        self.wire_bytes = 0
+        self.wire_bytes, self._counting = 0, Lock()  # pieces are written by several threads
         for layout, tps in LAYOUTS.items():
             for rank in range(tps[side == "target"]):
                 self.endpoints[layout, rank] = self._open(layout, tps[side == "target"], rank)
@@ -117,11 +118,13 @@ class Ranks:
 
             def counted(peer: Peer, work: Any, on_end: Any) -> Any:
                 spans = np.asarray(work) if isinstance(work, np.ndarray) else np.concatenate([b.spans() for b in work])
-                self.wire_bytes += int(spans["length"].sum())
+                with self._counting:
+                    self.wire_bytes += int(spans["length"].sum())
                 return write(peer, work, on_end)
 
             def said(peer: Peer, payload: bytes) -> None:
-                self.wire_bytes += len(payload)
+                with self._counting:
+                    self.wire_bytes += len(payload)
                 notify(peer, payload)
 
             inner.write, inner.notify = counted, said  # type: ignore[method-assign]
@@ -168,8 +171,13 @@ class Copies:
 
 
 async def written(endpoint: Endpoint, peer: Peer, work: Any) -> WriteResult:
-    ended: asyncio.Future[WriteResult] = asyncio.get_running_loop().create_future()
-    endpoint.write(peer, work, ended.set_result)
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[WriteResult] = loop.create_future()
+
+    def end(result: WriteResult) -> None:  # an endpoint within a staging one calls it on its own thread
+        loop.call_soon_threadsafe(ended.set_result, result)
+
+    endpoint.write(peer, work, end)
     async with asyncio.timeout(LIMIT_S):
         return await ended
 

@@ -106,6 +106,24 @@ async def written_while_it_stands_still(source, peer, process, tools):
     process.send_signal(signal.SIGCONT)
 
 
+@pytest.mark.parametrize("kind", ["ucx-host", "local"], indirect=True)
+async def test_on_one_host_a_write_behind_a_notification_needs_no_word_of_a_stopped_target(
+    source, start_target, kind, tools
+):
+    """Else an abort would wait for a target that stands still, and each chunk for the target's next look."""
+    process, descriptor = await start_target(kind, 0xB)
+    peer = await source.endpoint.connect(descriptor)
+    await warm(source, peer, tools)
+    process.send_signal(signal.SIGSTOP)
+    for _ in range(3):
+        source.endpoint.notify(peer, json.dumps([[], []]).encode())
+        outcome = tools.Outcome()
+        source.endpoint.write(peer, tools.rounds(4), outcome)
+        assert (await outcome).outcome is WriteOutcome.FLUSHED
+    process.send_signal(signal.SIGCONT)
+    assert f"{0xA:016x}" in await tools.said(process)  # what it was told has come
+
+
 @pytest.mark.parametrize("kind", ["ucx-tcp", "ucxx-host", MOONCAKE], indirect=True)
 async def test_over_tcp_a_cancelled_write_to_a_stopped_target_ends_only_when_it_is_flushed(
     source, start_target, kind, tools

@@ -1,5 +1,7 @@
 """Staging's pure parts: pieces, rings, what is said."""
 
+import asyncio
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,6 +14,7 @@ from kvferry.transfer.spans import total_bytes
 from kvferry.transfer.staging.copies import Memory, host_memory
 from kvferry.transfer.staging.pieces import check_fits, cut
 from kvferry.transfer.staging.ring import Ring
+from kvferry.transfer.staging.under_way import UnderWay
 from kvferry.transfer.staging.wire import decode, encode, pack, scatter, unpack, unwrap, wrap
 from kvferry.transfer.work import check_work
 
@@ -79,6 +82,35 @@ def test_a_room_that_is_withdrawn_has_never_been_taken():
     ring.give_back(first)
     wrapped = ring.take(128)
     assert (wrapped.offset, ring.taken_bytes) == (0, 256)  # what it skipped at the end counts too
+
+
+def test_an_empty_ring_begins_at_its_beginning():
+    """Its memory is warm there."""
+    ring = Ring(256)
+    for size in (128, 64, 192):
+        room = ring.take(size)
+        assert room.offset == 0
+        ring.give_back(room)
+    first, second = ring.take(64), ring.take(64)
+    ring.give_back(first)
+    assert (second.offset, ring.take(128).offset, ring.take(64).offset) == (64, 128, 0)
+
+
+async def test_what_is_under_way_on_other_threads_is_waited_for():
+    under_way = UnderWay(asyncio.get_running_loop())
+    await under_way.over()  # there is nothing
+    under_way.begin()
+    under_way.begin()
+    waiting = [asyncio.ensure_future(under_way.over()) for _ in range(3)]
+    await asyncio.sleep(0)
+    waiting[2].cancel()
+    await asyncio.to_thread(under_way.end)
+    await asyncio.sleep(0.01)
+    assert under_way and not waiting[0].done()
+    await asyncio.to_thread(under_way.end)
+    async with asyncio.timeout(60):
+        await asyncio.gather(*waiting[:2])
+    assert not under_way
 
 
 @settings(deadline=None)

@@ -2,6 +2,7 @@
 that one is gone.
 
 Commands come in through a queue, as calls; answers go back through `deliver`, which runs a call on the endpoint's loop.
+The ends of writes and notifications go through `tell`, which does the same unless they are wanted on this thread.
 Here: the thread's life, and the answers. Not here: how bytes move, which is each backend's own (`ucx_driver`,
 `ucxx_driver`), and the loop's side (`threaded`).
 """
@@ -36,8 +37,8 @@ def describe(error: BaseException) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class DriverParts:
-    """What a driver is given. Peers reach it at `host`; `deliver` is the endpoint's; agents are numbered from
-    `generations_from` on.
+    """What a driver is given. Peers reach it at `host`; `deliver` and `tell` are the endpoint's; agents are numbered
+    from `generations_from` on.
     """
 
     regions: tuple[Region, ...]
@@ -45,6 +46,7 @@ class DriverParts:
     on_notify: OnNotify
     now_s: Callable[[], float]
     deliver: Deliver
+    tell: Deliver
     transports: str
     host: str
     batch_bytes: int
@@ -61,7 +63,8 @@ class Driver(ABC, Generic[P, W, A]):
         self._incarnation, self._name = parts.incarnation, f"kvferry-{parts.incarnation:016x}"
         self._transports, self._host, self._regions = parts.transports, parts.host, parts.regions
         self._batch_bytes, self._max_agents = parts.batch_bytes, parts.max_agents
-        self._on_notify, self._now_s, self._deliver = parts.on_notify, parts.now_s, parts.deliver
+        self._on_notify, self._now_s = parts.on_notify, parts.now_s
+        self._deliver, self._tell = parts.deliver, parts.tell
         self._proofs = proofs
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._generation = parts.generations_from - 1  # of the last agent that was made

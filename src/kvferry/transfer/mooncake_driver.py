@@ -51,7 +51,7 @@ class MooncakeDriver(PollingDriver[MooncakePeer, MooncakeWrite, MooncakeAgent]):
         for writer, (agent, mailbox) in list(self._receiving.items()):
             try:
                 for sender, payload in mailbox.take():
-                    self._deliver(partial(self._on_notify, sender, payload))
+                    self._tell(partial(self._on_notify, sender, payload))
                     progressed = True
             except TransferError as error:
                 _log.warning("%s: nothing more is heard from writer %016x: %s", agent.name, writer, error)
@@ -101,7 +101,7 @@ class MooncakeDriver(PollingDriver[MooncakePeer, MooncakeWrite, MooncakeAgent]):
     def _connect(self, descriptor: Descriptor) -> MooncakePeer:
         metadata = metadata_of(descriptor, metadata_decoder, self._transports)
         peer = MooncakePeer(
-            descriptor, metadata, self._next_agent(), self._regions, self._batch_bytes, self._now_s, self._deliver,
+            descriptor, metadata, self._next_agent(), self._regions, self._batch_bytes, self._now_s, self._tell,
             self.put,
         )  # fmt: skip
         self._openings = [*(opening for opening in self._openings if opening.is_alive()), peer.opening]

@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 from kvferry.transfer.contract import Descriptor, WriteOutcome
 from kvferry.transfer.write import Write
 
-#: Runs a call on the endpoint's loop; called on the driver's thread.
+#: Runs a call where it is wanted, which is the endpoint's loop unless said otherwise; called on the driver's thread.
 Deliver = Callable[[Callable[[], None]], None]
 
 _log = logging.getLogger(__name__)

@@ -83,10 +83,10 @@ class ThreadedEndpoint(Generic[P, W]):
         self._regions, self._incarnation = regions, incarnation
         self._name = f"kvferry-{incarnation:016x}"
         self._loop, self._now_s = loop, now_s
-        self._closed = False
+        self._closed = self._told_here = False
         parts = DriverParts(
             regions=regions, incarnation=incarnation, on_notify=on_notify, now_s=now_s, deliver=self._deliver,
-            transports=transports, host=host, batch_bytes=batch_bytes, max_agents=max_agents,
+            tell=self._tell, transports=transports, host=host, batch_bytes=batch_bytes, max_agents=max_agents,
             generations_from=generations_from,
         )  # fmt: skip
         self._driver = make_driver(parts)
@@ -185,6 +185,18 @@ class ThreadedEndpoint(Generic[P, W]):
     def _command(self, command: Callable[[], None]) -> None:
         if not self._closed:  # after it, `cancel` and `expect` are late news
             self._driver.put(command)
+
+    def tell_on_thread(self) -> None:
+        """From now on `on_end` and `on_notify` are called on the driver's thread, which must not wait in them. `write`,
+        `notify` and `cancel` can be called from any thread.
+        """
+        self._told_here = True
+
+    def _tell(self, call: Callable[[], None]) -> None:
+        if self._told_here:
+            call()
+        else:
+            self._deliver(call)
 
     def _deliver(self, call: Callable[[], None]) -> None:
         """Called on the driver's thread. A loop that was closed under us has nobody left to tell."""

@@ -1,8 +1,9 @@
 """The driver of NIXL's agents. Each turn takes the commands that are there, polls the agents once, and gives every peer
 with work one turn.
 
-There is one agent for each writer, and one for each target. Making one takes 70 ms, in which nothing else moves; the
-first is made at the start, so that a transport that does not work shows then, and the first peer gets it.
+There is one agent for each writer, and one for each target; two where writes need nobody's help (`ucx_peer` says why).
+Making one takes 70 ms, in which nothing else moves; the first is made at the start, so that a transport that does not
+work shows then, and the first peer gets it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ _LAST_TURNS = 64
 _PARTING_TURNS = 64
 
 
+#: While writes are under way, those of our agents that need it least are driven once in so many turns.
+_ALL_TURNS = 16
+
+
 class UcxDriver(PollingDriver[UcxPeer, UcxWrite, Agent]):
     """`devices`: those that UCX may use, "" for the one that has our address."""
 
@@ -36,7 +41,7 @@ class UcxDriver(PollingDriver[UcxPeer, UcxWrite, Agent]):
         self._devices = devices
         self._spare: Agent | None = None
         self._receiving: dict[int, Agent] = {}  # by the writer's incarnation
-        self._parting = 0
+        self._parting = self._turns = 0
 
     # --- the thread ------------------------------------------------------------------------------------------
 
@@ -45,9 +50,10 @@ class UcxDriver(PollingDriver[UcxPeer, UcxWrite, Agent]):
 
     def _poll(self) -> bool:
         progressed = False
+        self._turns += 1
         for agent in self._driven():
             for sender, payload in agent.notifications():
-                self._deliver(partial(self._on_notify, sender, payload))
+                self._tell(partial(self._on_notify, sender, payload))
                 progressed = True
         for name, peer in list(self._peers.items()):
             if peer.broken:
@@ -60,8 +66,10 @@ class UcxDriver(PollingDriver[UcxPeer, UcxWrite, Agent]):
         return progressed
 
     def _driven(self) -> list[Agent]:
-        """Peers with writes under way drive themselves, when they look after them; all must be driven at times."""
-        return [*self._receiving.values(), *(peer.agent for peer in self._peers.values())]
+        """Those by which something may come, and those with something to carry off. All must be driven at times."""
+        all_of_them = self._turns % _ALL_TURNS == 0 or not (self._expecting > 0 or self._busy)
+        sending = (agent for peer in self._peers.values() for agent in (peer.agents if all_of_them else peer.driven))
+        return [*self._receiving.values(), *sending]
 
     def _pause_s(self) -> float:
         if self._parting > 0 and self._expecting <= 0 and not self._busy:
@@ -113,7 +121,22 @@ class UcxDriver(PollingDriver[UcxPeer, UcxWrite, Agent]):
             self._spare = agent
             raise
         waits = not self._proofs.revoked
-        return UcxPeer(descriptor, agent, self._regions, self._batch_bytes, self._now_s, self._deliver, waits)
+        notes = self._notes_agent(descriptor, agent) if waits else agent
+        return UcxPeer(descriptor, agent, notes, self._regions, self._batch_bytes, self._now_s, self._tell, waits)
+
+    def _notes_agent(self, descriptor: Descriptor, agent: Agent) -> Agent:
+        """A second agent to the same target, without regions, beside the one that writes."""
+        self._generation += 1
+        notes = None
+        try:
+            notes = Agent(self._incarnation, self._generation, self._transports, self._host, (), self._devices)
+            add_peer(notes.nixl, self._transports, descriptor)
+        except Exception as error:  # noqa: BLE001  (their errors have no base; the caller must hear of any)
+            for made in (agent, notes):
+                if made is not None:
+                    made.delete()
+            raise TransferError(f"{self._name}: no agent for what {descriptor.agent} is told: {error}") from None
+        return notes
 
     def disconnect(self, peer: UcxPeer, on_done: Callable[[], None]) -> None:
         peer.end("disconnected")
@@ -129,7 +152,8 @@ class UcxDriver(PollingDriver[UcxPeer, UcxWrite, Agent]):
             if not left:
                 break
             for peer in left:
-                peer.agent.notifications()
+                for agent in peer.agents:
+                    agent.notifications()
                 peer.bury()
         for peer in self._peers.values():
             peer.destroy(self._failure)

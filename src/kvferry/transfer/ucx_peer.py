@@ -5,6 +5,10 @@ a cancel is never more than that away from its end. A handle is owned before it 
 done or has raised, or when the agent goes: releasing one that is under way aborts nothing, and its bytes would be read
 after their owner was told that the write had ended. For the same reason nothing here times out.
 
+Where a post copies by itself (CMA), what the target is told goes by an agent of its own, `notes`. A write ends with a
+flush of all that its agent has sent to that target, and a notification is flushed only when the target has looked: so
+a write behind one would wait for the target's next turn, a poll interval, and for ever if it stands still.
+
 All of it happens on the driver's thread.
 """
 
@@ -20,13 +24,16 @@ import numpy as np
 from kvferry.transfer.contract import Descriptor, Region, Spans, WriteOutcome, WriteResult
 from kvferry.transfer.driver import describe
 from kvferry.transfer.queued_peer import Deliver, QueuedPeer
-from kvferry.transfer.spans import addresses, by_memory, make_spans, split, total_bytes
+from kvferry.transfer.spans import addresses, by_memory, split, total_bytes
 from kvferry.transfer.ucx_agent import Agent, kind_of, nixl_errors
 from kvferry.transfer.write import Write
 
 #: Handles under way at a time, each with its share of `batch_bytes`, where the target takes part: while it works on
 #: one, the next is on its way. Where a post copies by itself, more of them would only cost what a handle costs.
 PIECES = 4
+
+#: Turns of `notes` after a notification: the first one sets the connection up.
+_FIRST_TURNS, _NEXT_TURNS = 64, 2
 
 #: Turns of an agent after its last handle has ended, before it is deleted.
 _LAST_TURNS = 16
@@ -50,6 +57,7 @@ class UcxPeer(QueuedPeer[UcxWrite, Agent]):
         self,
         descriptor: Descriptor,
         agent: Agent,
+        notes: Agent,
         regions: tuple[Region, ...],
         batch_bytes: int,
         now_s: Callable[[], float],
@@ -57,13 +65,30 @@ class UcxPeer(QueuedPeer[UcxWrite, Agent]):
         waits: bool,
     ) -> None:
         super().__init__(descriptor, agent, now_s, deliver)
-        self._regions = regions
+        self._regions, self._notes = regions, notes
         self._pieces = 1 if waits else PIECES
         self._piece_bytes = max(1, batch_bytes // self._pieces)
         self._errors = nixl_errors()
         self._waits = waits
-        self.gone = False
+        self.gone = self._told = False
+        self._carrying = 0
         self._quiet_turns = 0
+
+    @property
+    def agents(self) -> tuple[Agent, ...]:
+        return (self.agent,) if self._notes is self.agent else (self.agent, self._notes)
+
+    @property
+    def driven(self) -> tuple[Agent, ...]:
+        """Those that have to be driven in the next turn. Where a post copies by itself: who carries a notification off,
+        since nobody says that it has left.
+        """
+        if self.broken or not self._waits:
+            return self.agents
+        if not self._carrying:
+            return ()
+        self._carrying -= 1
+        return (self._notes,)
 
     @property
     def _refuses(self) -> bool:
@@ -83,11 +108,9 @@ class UcxPeer(QueuedPeer[UcxWrite, Agent]):
     def _served(self) -> bool:
         first = self._work[0]
         if isinstance(first, bytes):
-            self.agent.nixl.send_notif(self._descriptor.agent, first)
-            if self._waits and len(self._work) == 1 and self._regions and self._descriptor.regions:
-                self._work[0] = self._settling()
-            else:
-                self._work.popleft()
+            self._notes.nixl.send_notif(self._descriptor.agent, first)
+            self._carrying, self._told = (_NEXT_TURNS if self._told else _FIRST_TURNS), True
+            self._work.popleft()
             return True
         if first.pieces is None:
             tables = by_memory(first.spans, self._regions, self._descriptor.regions)
@@ -101,13 +124,6 @@ class UcxPeer(QueuedPeer[UcxWrite, Agent]):
             self._end(first, WriteOutcome.CANCELLED if first.pieces else WriteOutcome.FLUSHED)
             return True
         return moved
-
-    def _settling(self) -> UcxWrite:
-        """A write of no bytes. A notification goes over tcp, and the first write behind one ends only when the target
-        has taken it. Where writes need nobody's help otherwise, this one waits for that, and not the next room's: by
-        then the target may stand still.
-        """
-        return UcxWrite(make_spans(0, 0, 0, 0, [0]), lambda _: None, self._now_s())
 
     def end(self, why: str) -> None:
         """Post nothing more. The agent goes at once where it is what ends the writes; or when they have ended."""
@@ -141,7 +157,8 @@ class UcxPeer(QueuedPeer[UcxWrite, Agent]):
         for work in self._work:
             while isinstance(work, UcxWrite) and work.posted:
                 self._release(work.posted.popleft()[0])
-        self.agent.delete()
+        for agent in self.agents:
+            agent.delete()
         self._end_all(why)
 
     def _settle(self, write: UcxWrite) -> None:

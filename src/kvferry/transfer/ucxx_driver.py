@@ -119,7 +119,7 @@ class UcxxDriver(Driver[UcxxPeer, UcxxWrite, UcxxAgent]):
         agent = self._next_agent()
 
         def on_note(sender: str, payload: bytes) -> None:
-            self._deliver(partial(self._on_notify, sender, payload))
+            self._tell(partial(self._on_notify, sender, payload))
 
         target = UcxxTarget(agent, writer, self._regions, self._piece_bytes, self._memory, on_note)
         self._targets[writer] = target
@@ -136,7 +136,7 @@ class UcxxDriver(Driver[UcxxPeer, UcxxWrite, UcxxAgent]):
         metadata = metadata_of(descriptor, metadata_decoder, self._transports)
         agent = self._next_agent()
         try:
-            peer = UcxxPeer(descriptor, metadata, agent, self._memory, self._batch_bytes, self._now_s, self._deliver)
+            peer = UcxxPeer(descriptor, metadata, agent, self._memory, self._batch_bytes, self._now_s, self._tell)
         except agent.errors as error:
             agent.delete()
             raise TransferError(f"{descriptor.agent}: its address is refused: {error}") from None

@@ -21,6 +21,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -58,6 +59,7 @@ from kvferry.transfer.staging.wire import (
 )
 from kvferry.transfer.staging.worker import Worker
 from kvferry.transfer.staging.write import StagedWrite
+from kvferry.transfer.threaded import ThreadedEndpoint
 from kvferry.transfer.work import Blocks, Work, check_work, spans_in
 
 _log = logging.getLogger(__name__)
@@ -69,6 +71,15 @@ STAGING = "+staging"
 
 def _also(why: str, more: str) -> str:
     return f"{why}; {more}" if why else more
+
+
+def _soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    loop.call_soon_threadsafe(call)
+
+
+def _at_once(call: Callable[[], None]) -> None:
+    """Where the endpoint within can be called from any thread."""
+    call()
 
 
 @dataclass(frozen=True)
@@ -138,7 +149,12 @@ class StagingEndpoint:
         self._inner = open_inner(inner_regions, self._notified)
         self._stages = sizes.size_bytes > 0
         name = f"kvferry-{incarnation:016x}"
-        self._gatherer, self._scatterer = Worker(f"{name}-gather", loop), Worker(f"{name}-scatter", loop)
+        direct = isinstance(self._inner, ThreadedEndpoint)
+        if isinstance(self._inner, ThreadedEndpoint):
+            self._inner.tell_on_thread()
+        tell = _at_once if direct else partial(_soon, loop)
+        self._direct = direct
+        self._gatherer, self._scatterer = Worker(f"{name}-gather", tell), Worker(f"{name}-scatter", tell)
         self._sender = Sender(
             self._inner, memory, len(regions), sizes.slots, sizes.piece_bytes, self._gatherer, loop, now_s, sleep,
             self.counts,
@@ -275,7 +291,7 @@ class StagingEndpoint:
         self._check_open()
         known = self._known(peer)
         known.end("disconnected")
-        await known.gathered.wait()
+        await known.gathering.over()
         await self._inner.disconnect(known.inner)
         if self._peers.get(known.descriptor.agent) is known:
             del self._peers[known.descriptor.agent]
@@ -299,8 +315,9 @@ class StagingEndpoint:
     # --- what comes in ---
 
     def _notified(self, agent: str, payload: bytes) -> None:
+        """On the thread of the endpoint within, if it has one."""
         if payload[:1] == USER:
-            self._on_notify(agent, payload[1:])
+            self._on_loop(partial(self._on_notify, agent, payload[1:]))
             return
         try:
             message = decode(payload[1:] if payload[:1] == OURS else b"")
@@ -310,7 +327,7 @@ class StagingEndpoint:
             return
         match message:
             case Hello():
-                self._rings.hello(agent, message)
+                self._on_loop(partial(self._rings.hello, agent, message))
             case Scatter():
                 self._rings.scatter(agent, message)
             case Ready() | Scattered():
@@ -321,6 +338,12 @@ class StagingEndpoint:
                     peer.ready(message)
                 else:
                     peer.scattered(message)
+
+    def _on_loop(self, call: Callable[[], None]) -> None:
+        if self._direct:
+            self._sender.tell(call)
+        else:
+            call()
 
     @property
     def _kind(self) -> str:

@@ -1,7 +1,8 @@
 """The room in a ring of the target's memory, kept by the writer to whom the ring is lent. Pure.
 
-Pieces lie one after the other, each in one stretch; one that does not fit before the end goes to the beginning. Room is
-given back in any order, and counts from the oldest on: up to there is the watermark.
+Pieces lie one after the other, each in one stretch; one that does not fit before the end goes to the beginning, and so
+does one that finds the ring empty. Room is given back in any order, and counts from the oldest on: up to there is the
+watermark.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class Ring:
         """None when there is not enough room now. `size_bytes` must not be above half the ring, so that there is some
         once everything is free, wherever the last piece ended.
         """
+        if not self._taken:  # from the beginning: what was used last is what the caches have
+            self._head = self._watermark = -(-self._head // self.size_bytes) * self.size_bytes
         offset = self._head % self.size_bytes
         skipped = self.size_bytes - offset if offset + size_bytes > self.size_bytes else 0
         if self.taken_bytes + skipped + size_bytes > self.size_bytes:

@@ -1,12 +1,14 @@
 """What the peers of one endpoint share on the writer's side: slots of staging memory, the thread that gathers, and the
-look after peers whose word is awaited.
+look after peers whose word is awaited. `lock` is held in whatever is called from more than one thread.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
+from threading import RLock
 
 from kvferry.transfer.contract import Descriptor, Endpoint, Peer, TransferError, encode_descriptor
 from kvferry.transfer.staging.copies import Memory
@@ -15,6 +17,8 @@ from kvferry.transfer.staging.source import StagedPeer
 from kvferry.transfer.staging.wire import Hello, Lent, encode
 from kvferry.transfer.staging.worker import OnDone, Worker
 from kvferry.transfer.staging.write import StagedWrite
+
+_log = logging.getLogger(__name__)
 
 #: How often the path of a peer is tried while nothing but its word is awaited.
 TRY_S = 0.1
@@ -41,6 +45,7 @@ class Sender:
         self.inner, self.loop, self.now_s, self.counts = inner, loop, now_s, counts
         self.staging_region, self.slot_bytes = staging_region, slot_bytes
         self.scratch = slots * slot_bytes
+        self.lock = RLock()
         self._memory, self._worker, self._sleep = memory, worker, sleep
         self._free = list(range(slots))[::-1]
         self._asking: deque[StagedPeer] = deque()
@@ -49,24 +54,34 @@ class Sender:
         self._sessions = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._watch: asyncio.Task[None] | None = None
+        self._watching = self._closed = False
+
+    def tell(self, call: Callable[[], None]) -> None:
+        """Have it called on the loop. One that was closed under us has nobody left to tell."""
+        try:
+            self.loop.call_soon_threadsafe(call)
+        except RuntimeError as closed:
+            _log.info("a write's end was not delivered: %s", closed)
 
     # --- peers ---
 
     def peer(self, inner: Peer, given: Descriptor, descriptor: Descriptor, lent: Lent) -> StagedPeer:
         """A new connection. One whose ring may still be written into by an earlier one stages nothing."""
-        self._sessions += 1
-        if (descriptor.incarnation, descriptor.generation) in self._spoilt:
-            lent = Lent(lent.metadata, lent.extra, 0, 0)
-        peer = StagedPeer(self, inner, given, descriptor, lent, self._sessions)
-        self._peers[(descriptor.incarnation, descriptor.generation, self._sessions)] = peer
-        return peer
+        with self.lock:
+            self._sessions += 1
+            if (descriptor.incarnation, descriptor.generation) in self._spoilt:
+                lent = Lent(lent.metadata, lent.extra, 0, 0)
+            peer = StagedPeer(self, inner, given, descriptor, lent, self._sessions)
+            self._peers[(descriptor.incarnation, descriptor.generation, self._sessions)] = peer
+            return peer
 
     def find(self, incarnation: int, generation: int, session: int) -> StagedPeer | None:
         return self._peers.get((incarnation, generation, session))
 
     def of(self, incarnation: int) -> list[StagedPeer]:
         """The peers of that process that answer us."""
-        return [peer for key, peer in self._peers.items() if key[0] == incarnation and peer.staged]
+        with self.lock:
+            return [peer for key, peer in self._peers.items() if key[0] == incarnation and peer.staged]
 
     def forget(self, peer: StagedPeer) -> None:
         self._peers.pop((peer.descriptor.incarnation, peer.descriptor.generation, peer.session), None)
@@ -128,7 +143,14 @@ class Sender:
     # --- waiting for a peer's word ---
 
     def watch(self, peer: StagedPeer) -> None:
-        if self._watch is None:
+        with self.lock:
+            if self._watching or self._closed:
+                return
+            self._watching = True
+        self.tell(self._begin_watch)
+
+    def _begin_watch(self) -> None:
+        if not self._closed:
             self._watch = self.loop.create_task(self._watched())
 
     async def _watched(self) -> None:
@@ -138,19 +160,24 @@ class Sender:
         try:
             while True:
                 await self._sleep(TRY_S)
-                waiting = {peer: peer.heard for peer in self._peers.values() if peer.waits_for_word}
+                with self.lock:
+                    waiting = {peer: peer.heard for peer in self._peers.values() if peer.waits_for_word}
                 for peer, heard in waiting.items():
                     if silent.get(peer) == heard:
                         peer.try_path()
                 silent = waiting
-                if not any(peer.busy for peer in self._peers.values()):
-                    return
+                with self.lock:
+                    if not any(peer.busy for peer in self._peers.values()):
+                        self._watching = False
+                        return
         finally:
             self.inner.expect(-1)
-            self._watch = None
 
     def close(self, why: str) -> None:
-        for peer in list(self._peers.values()):
+        self._closed = True
+        with self.lock:
+            peers = list(self._peers.values())
+        for peer in peers:
             peer.end(why)
         for task in (*self._tasks, *((self._watch,) if self._watch is not None else ())):
             task.cancel()

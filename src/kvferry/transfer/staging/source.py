@@ -7,16 +7,18 @@ waits at the head of the queue, and is counted once.
 
 A write has ended when everything that was announced has been scattered, and nothing else was. After a cancel no piece
 is begun, and one that has not been announced never is.
+
+What is done per piece is done by whoever brings the news, be it the thread that gathers or that of the endpoint within,
+so that no piece waits for the loop; the sender's lock makes it one after the other.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import TYPE_CHECKING
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from msgspec.structs import replace
 
@@ -32,6 +34,7 @@ from kvferry.transfer.contract import (
 from kvferry.transfer.spans import make_spans
 from kvferry.transfer.staging.pieces import Piece
 from kvferry.transfer.staging.ring import Ring, Room
+from kvferry.transfer.staging.under_way import UnderWay
 from kvferry.transfer.staging.wire import Lent, Ready, Scattered, encode, scatter
 from kvferry.transfer.staging.write import StagedWrite
 
@@ -39,6 +42,20 @@ if TYPE_CHECKING:
     from kvferry.transfer.staging.sender import Sender
 
 _log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _locked(method: Callable[Concatenate[StagedPeer, P], T]) -> Callable[Concatenate[StagedPeer, P], T]:
+    """Called from several threads."""
+
+    @wraps(method)
+    def one_by_one(self: StagedPeer, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self.sender.lock:
+            return method(self, *args, **kwargs)
+
+    return one_by_one
 
 
 class StagedPeer:
@@ -49,10 +66,8 @@ class StagedPeer:
     ) -> None:
         self.inner, self.session, self.lent, self.given = inner, session, lent, given
         self.broken = ""
-        self.gathering = 0
-        self.gathered = asyncio.Event()  # nothing is being gathered
-        self.gathered.set()
-        self._sender, self._descriptor = sender, descriptor
+        self.gathering = UnderWay(sender.loop)
+        self.sender, self._descriptor = sender, descriptor
         self._ring, self.place = Ring(lent.size_bytes), 0  # in the peer's staging memory
         self._ring_region = len(descriptor.regions)  # staging memory is the one behind the user's
         self._writes: deque[StagedWrite] = deque()
@@ -83,9 +98,10 @@ class StagedPeer:
 
     # --- writes ---
 
+    @_locked
     def write(self, straight: Spans, pieces: Iterator[Piece], on_end: Callable[[WriteResult], None]) -> StagedWrite:
         """Raises TransferError when the endpoint within refuses what is not staged."""
-        write = StagedWrite(self, straight, pieces, on_end, self._sender.now_s())
+        write = StagedWrite(self, straight, pieces, on_end, self.sender.now_s())
         if self.broken:
             self._break(write, self.broken)
         elif len(straight) or write.next is None:
@@ -93,26 +109,28 @@ class StagedPeer:
         self._writes.append(write)
         if not self._opening and write.next is not None:
             self._opening = True
-            self._sender.greet(self)
+            self.sender.greet(self)
         self._settle(write)
         self.pump()
         return write
 
     def _go_straight(self, write: StagedWrite, spans: Spans) -> None:
-        write.straight.append(self._sender.inner.write(self.inner, spans, partial(self._straight_ended, write)))
+        write.straight.append(self.sender.inner.write(self.inner, spans, partial(self._straight_ended, write)))
         write.open += 1
 
+    @_locked
     def cancel(self, write: StagedWrite) -> None:
         write.cancelled = True
         write.drop()
         for straight in write.straight:
-            self._sender.inner.cancel(straight)
+            self.sender.inner.cancel(straight)
         self._settle(write)
 
+    @_locked
     def _straight_ended(self, write: StagedWrite, result: WriteResult) -> None:
         write.open -= 1
         write.flushed_bytes += result.size_bytes
-        write.measure(result, self._sender.now_s())
+        write.measure(result, self.sender.now_s())
         if result.outcome is not WriteOutcome.FLUSHED:
             write.cut_short = True
         if result.outcome is WriteOutcome.BROKEN:
@@ -133,11 +151,12 @@ class StagedPeer:
         outcome = WriteOutcome.CANCELLED if write.cut_short else WriteOutcome.FLUSHED
         if write.broken:
             outcome = WriteOutcome.BROKEN
-        ended_s = self._sender.now_s() if write.last_flush_s is None else write.last_flush_s
-        write.end(outcome, write.broken, ended_s, self._sender.loop.call_soon)
+        ended_s = self.sender.now_s() if write.last_flush_s is None else write.last_flush_s
+        write.end(outcome, write.broken, ended_s, self.sender.tell)
 
     # --- pieces ---
 
+    @_locked
     def ready(self, message: Ready) -> None:
         """The peer can answer. Its ring is what was promised, or there is none."""
         if self._ready or self.broken:
@@ -158,6 +177,7 @@ class StagedPeer:
             except TransferError as refused:
                 self.end(str(refused))
 
+    @_locked
     def pump(self) -> None:
         """Begin pieces, as long as there is room for them."""
         while self._ready and not self.broken:
@@ -168,9 +188,9 @@ class StagedPeer:
             if room is None:
                 if not write.waits:
                     write.waits = True
-                    self._sender.counts["pieces that waited for room"] += 1
+                    self.sender.counts["pieces that waited for room"] += 1
                 return
-            slot = self._sender.take_slot(self)
+            slot = self.sender.take_slot(self)
             if slot is None:
                 self._ring.withdraw(room)
                 return
@@ -179,26 +199,24 @@ class StagedPeer:
     def _gather(self, write: StagedWrite, piece: Piece, room: Room, slot: int) -> None:
         write.open += 1
         if write.first_post_s is None:
-            write.first_post_s = self._sender.now_s()
-        self.gathering += 1
-        self.gathered.clear()
-        self._sender.gather(self, write, piece, slot, partial(self._gather_ended, write, piece, room, slot))
+            write.first_post_s = self.sender.now_s()
+        self.gathering.begin()
+        self.sender.gather(self, write, piece, slot, partial(self._gather_ended, write, piece, room, slot))
 
+    @_locked
     def _gather_ended(self, write: StagedWrite, piece: Piece, room: Room, slot: int, error: str) -> None:
-        self.gathering -= 1
-        if not self.gathering:
-            self.gathered.set()
+        self.gathering.end()
         if error:
             self.end(f"a piece of {piece.size_bytes} bytes was not gathered: {error}")
         if write.cancelled or self.broken:
             self._void(write, room, slot)
             return
         spans = make_spans(
-            self._sender.staging_region, self._ring_region, self._sender.place_of(slot), self.place + room.offset,
+            self.sender.staging_region, self._ring_region, self.sender.place_of(slot), self.place + room.offset,
             piece.size_bytes,
         )  # fmt: skip
         try:
-            self._sender.inner.write(self.inner, spans, partial(self._flushed, write, piece, room, slot))
+            self.sender.inner.write(self.inner, spans, partial(self._flushed, write, piece, room, slot))
             self._posted += 1
         except TransferError as refused:
             self.end(str(refused))
@@ -209,30 +227,32 @@ class StagedPeer:
         write.open -= 1
         write.cut_short = True
         self._ring.give_back(room)
-        self._sender.give_back(slot)
+        self.sender.give_back(slot)
         self._settle(write)
         self.pump()
 
+    @_locked
     def _flushed(self, write: StagedWrite, piece: Piece, room: Room, slot: int, result: WriteResult) -> None:
         """It lies in the ring."""
         self._posted -= 1
-        write.measure(result, self._sender.now_s())
+        write.measure(result, self.sender.now_s())
         if result.outcome is not WriteOutcome.FLUSHED:
-            self._sender.spoil(self)  # what of it may still land would land in another's piece
+            self.sender.spoil(self)  # what of it may still land would land in another's piece
             self.end(result.error or "a piece was cancelled")
         if write.cancelled or self.broken:
             self._void(write, room, slot)
             return
-        self._sender.give_back(slot)
+        self.sender.give_back(slot)
         number, self._numbers = self._numbers, self._numbers + 1
         self._announced[number] = (write, piece, room)
         message = scatter(piece, self._descriptor.generation, self.session, number, room.offset)
         try:
-            self._sender.inner.notify(self.inner, encode(message))
+            self.sender.inner.notify(self.inner, encode(message))
         except TransferError as refused:
             self.end(str(refused))
-        self._sender.watch(self)
+        self.sender.watch(self)
 
+    @_locked
     def scattered(self, message: Scattered) -> None:
         if message.number not in self._announced:
             return
@@ -245,17 +265,18 @@ class StagedPeer:
             self.end(f"{self._descriptor.agent}: {message.error}")
         else:
             write.flushed_bytes += piece.size_bytes
-            write.last_flush_s = self._sender.now_s()
-            self._sender.counts["pieces staged"] += 1
-            self._sender.counts["staged bytes"] += piece.size_bytes
+            write.last_flush_s = self.sender.now_s()
+            self.sender.counts["pieces staged"] += 1
+            self.sender.counts["staged bytes"] += piece.size_bytes
         self._settle(write)
         self.pump()
 
     # --- its end ---
 
+    @_locked
     def try_path(self) -> None:
         """Write a word beside the rings: a path that has ended says so."""
-        sender, region = self._sender, self._sender.staging_region
+        sender, region = self.sender, self.sender.staging_region
         spans = make_spans(region, self._ring_region, sender.scratch, self.lent.scratch, [8])
         self._posted += 1
         try:
@@ -264,11 +285,13 @@ class StagedPeer:
             self._posted -= 1
             self.end(str(refused))
 
+    @_locked
     def _tried(self, result: WriteResult) -> None:
         self._posted -= 1
         if result.outcome is not WriteOutcome.FLUSHED:
             self.end(result.error)
 
+    @_locked
     def end(self, why: str) -> None:
         """Announce nothing more. What was announced may or may not be scattered: nobody here can say. Each write ends
         once nothing of it is being gathered or posted.
@@ -276,7 +299,7 @@ class StagedPeer:
         if self.broken:
             return
         self.broken = why
-        self._sender.forget(self)
+        self.sender.forget(self)
         for write, _, _ in self._announced.values():
             write.open -= 1
             write.cut_short = True
@@ -286,6 +309,7 @@ class StagedPeer:
         for write in list(self._writes):
             self._settle(write)
 
+    @_locked
     def abandon(self) -> None:
         """The endpoint is closed: nothing is gathered or posted any more, and what was begun will not answer."""
         for write in list(self._writes):

@@ -14,10 +14,12 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
+from threading import Lock
 
 from kvferry.transfer.blocks import Side
 from kvferry.transfer.contract import Descriptor, Endpoint, Peer, Region, Revoked, TransferError, decode_descriptor
 from kvferry.transfer.staging.copies import Memory
+from kvferry.transfer.staging.under_way import UnderWay
 from kvferry.transfer.staging.wire import SCRATCH_BYTES, Hello, Ready, Scatter, Scattered, encode, side_in
 from kvferry.transfer.staging.worker import Worker
 from kvferry.transfer.work import check_slices
@@ -33,13 +35,12 @@ class Lease:
 
     writer: int
     generation: int
+    copying: UnderWay
     ring: int | None = None
     open: bool = True
     session: int = -1
     agent: str = ""  # the sending one of that session
     back: Peer | None = None  # our connection to the writer
-    copying: int = 0
-    idle: asyncio.Event = field(default_factory=asyncio.Event)
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -69,6 +70,7 @@ class Rings:
         self._ending: dict[int, list[Lease]] = {}  # by writer, revoked ones of which something may be left
         self._aside: dict[int, list[int]] = {}  # by writer, rings that it may still write into
         self._exited: set[int] = set()  # writers of leases that are ending
+        self._lock = Lock()  # of the leases: notifications come on another thread than calls
         self._greeting: set[asyncio.Task[None]] = set()
 
     @property
@@ -91,8 +93,8 @@ class Rings:
     def expect(self, writer: int, descriptor: Descriptor) -> None:
         """By this agent that writer may come and ask for a ring."""
         if descriptor.generation not in self._leases:
-            lease = self._leases[descriptor.generation] = Lease(writer, descriptor.generation)
-            lease.idle.set()
+            copying = UnderWay(self._loop)
+            self._leases[descriptor.generation] = Lease(writer, descriptor.generation, copying)
 
     def _place(self, ring: int) -> int:
         return self._offset + SCRATCH_BYTES + ring * self._ring_bytes
@@ -104,13 +106,14 @@ class Rings:
         ending = self._ending.setdefault(writer, [])
         before, ended = list(ending), [lease for lease in self._leases.values() if lease.writer == writer]
         ending += ended
-        for lease in ended:
-            lease.open = False
-            del self._leases[lease.generation]
+        with self._lock:
+            for lease in ended:
+                lease.open = False
+                del self._leases[lease.generation]
         try:
             proof = await revoke
             for lease in ended:
-                await lease.idle.wait()
+                await lease.copying.over()
                 if lease.back is not None:
                     await self._inner.disconnect(lease.back)
                 self._take_back(lease, proof is not None)
@@ -138,9 +141,10 @@ class Rings:
             self._exited.add(writer)
 
     def close(self) -> None:
-        for lease in self._leases.values():
-            lease.open = False
-        self._leases.clear()
+        with self._lock:
+            for lease in self._leases.values():
+                lease.open = False
+            self._leases.clear()
         for task in self._greeting:
             task.cancel()
 
@@ -156,14 +160,15 @@ class Rings:
         elif lease.ring is None:
             self._counts["writers without a ring"] += 1
             _log.info("writer %016x gets no ring: all are lent; its slices go straight", lease.writer)
-        lease.session, lease.agent = message.session, agent
+        with self._lock:
+            lease.session, lease.agent = message.session, agent
         task = self._loop.create_task(self._greet(lease, message))
         self._greeting.add(task)
         task.add_done_callback(self._greeting.discard)
 
     async def _greet(self, lease: Lease, message: Hello) -> None:
         """Ready, once nothing of a session before this one is read from the ring any more."""
-        await lease.idle.wait()
+        await lease.copying.over()
         try:
             descriptor = decode_descriptor(message.descriptor)
             if descriptor.incarnation != lease.writer:
@@ -181,28 +186,27 @@ class Rings:
             _log.warning("writer %016x can't be answered, and stages nothing: %s", lease.writer, error)
 
     def scatter(self, agent: str, message: Scatter) -> None:
-        """Puts a piece where it belongs, on the worker; the writer hears of it."""
-        lease = self._leases.get(message.generation)
-        if lease is None or (lease.session, lease.agent) != (message.session, agent) or lease.ring is None:
-            self._counts["late or stray notifications of staging"] += 1
-            return
+        """Puts a piece where it belongs, on the worker; the writer hears of it. Called where notifications come."""
+        with self._lock:
+            lease = self._leases.get(message.generation)
+            if lease is None or (lease.session, lease.agent) != (message.session, agent) or lease.ring is None:
+                self._counts["late or stray notifications of staging"] += 1
+                return
+            lease.copying.begin()  # whoever ends this lease from here on waits for it
+            place = self._place(lease.ring) + message.offset
         try:
             side = self._side(message)
         except TransferError as error:
+            lease.copying.end()
             self._answer(lease, message, str(error))
             return
-        place = self._place(lease.ring) + message.offset
-        lease.copying += 1
-        lease.idle.clear()
 
         def copy() -> None:
             if lease.open and lease.session == message.session:
                 self._memory.scatter(place, message.size_bytes, side)
 
         def copied(error: str) -> None:
-            lease.copying -= 1
-            if not lease.copying:
-                lease.idle.set()
+            lease.copying.end()
             self._answer(lease, message, error)
 
         self._worker.put(copy, copied)

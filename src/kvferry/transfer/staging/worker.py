@@ -1,24 +1,26 @@
-"""A thread that copies, so that the loop does not wait: jobs one after the other, answers on the loop."""
+"""A thread that copies, so that nobody else waits: jobs one after the other."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 
 _log = logging.getLogger(__name__)
 
-#: Called on the loop with "" or what went wrong.
+#: Called with "" or what went wrong.
 OnDone = Callable[[str], None]
+#: Runs a call where the answers of workers are wanted: on the loop, or at once on the worker's thread.
+Tell = Callable[[Callable[[], None]], None]
 
 
 class Worker:
     """The thread starts with the first job. `close` ends it after the job that it is at; the others are never done."""
 
-    def __init__(self, name: str, loop: asyncio.AbstractEventLoop) -> None:
-        self._name, self._loop = name, loop
+    def __init__(self, name: str, tell: Tell) -> None:
+        self._name, self._tell = name, tell
         self._jobs: SimpleQueue[tuple[Callable[[], None], OnDone] | None] = SimpleQueue()
         self._thread: Thread | None = None
         self._closed = False
@@ -46,6 +48,8 @@ class Worker:
                 error = f"{type(raised).__name__}: {raised}"
                 _log.exception("%s: a copy failed", self._name)
             try:
-                self._loop.call_soon_threadsafe(on_done, error)
+                self._tell(partial(on_done, error))
             except RuntimeError as closed:  # a loop that was closed under us has nobody left to tell
                 _log.info("%s: an answer was not delivered: %s", self._name, closed)
+            except Exception:  # noqa: BLE001  (the thread has other copies to do)
+                _log.exception("%s: the answer to a copy failed", self._name)
