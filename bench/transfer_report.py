@@ -37,7 +37,7 @@ _TAIL = """
 UCX sends each span as a message with a header: a system call or more at each end for every page, where the raw socket
 takes 256 pages a call, straight into their places. Where pages are neighbours, spans are merged, and most of the gap
 closes (compare `ucx tcp` in the contiguous columns). Segments of 256 KiB and sending from where the pages lie gain
-about a tenth, so the backend sets them (`UCX_TCP_TX_SEG_SIZE`, `UCX_TCP_RX_SEG_SIZE`, `UCX_ZCOPY_THRESH`). No gain:
+about a tenth, so the backend sets them (`TCP_TX_SEG_SIZE`, `TCP_RX_SEG_SIZE`, `ZCOPY_THRESH`). No gain:
 socket buffers of 4 MiB, which lose a third; more polling; more bytes under way than 8 MiB (2 MiB lose a tenth). `ucxx`
 gathers and scatters instead, two copies that cost about what it saves in calls.
 """
