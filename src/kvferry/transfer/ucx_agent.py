@@ -36,13 +36,15 @@ OWN_DEVICE = "own"
 
 class Transport(msgspec.Struct, frozen=True):
     """UCX_TLS and UCX_NET_DEVICES ("" = not pinned, or `OWN_DEVICE`), what they can prove, and settings of UCX for this
-    transport's agents alone. Where the environment has one, as UCX_…, that stands.
+    transport's agents alone. Where the environment has one, as UCX_…, that stands. `copies`: to post a write is to copy
+    its bytes, so that it has ended when the call returns.
     """
 
     tls: str
     devices: str
     proofs: Proofs
     others: tuple[tuple[str, str], ...] = ()
+    copies: bool = False
 
 
 #: What is known of a transport that was not measured.
@@ -60,7 +62,7 @@ _HOST_OPTIONS = (("KEEPALIVE_INTERVAL", "inf"),)
 #: Over CMA a stopped writer copies on when it continues, whatever became of our agent: revoking proves nothing.
 #: Over tcp a dead writer's bytes may wait in our socket: its exit proves nothing until our agent is gone.
 TRANSPORTS = {
-    "host": Transport("cma,tcp,self", "lo", Proofs(drained=True, exited=True, revoked=False), _HOST_OPTIONS),
+    "host": Transport("cma,tcp,self", "lo", Proofs(drained=True, exited=True, revoked=False), _HOST_OPTIONS, True),
     "tcp": Transport("tcp", OWN_DEVICE, Proofs(drained=True, exited=False, revoked=True), _TCP_OPTIONS),
     "rdma": Transport("ib", "", _DRAINED),
 }
@@ -86,7 +88,7 @@ def transport(name: str, of_device: bool = False) -> Transport:
     """
     found = TRANSPORTS.get(name) or Transport(name, "", _DRAINED)
     if of_device and name in TRANSPORTS:
-        return msgspec.structs.replace(found, tls=f"{found.tls},cuda", proofs=_DRAINED)
+        return msgspec.structs.replace(found, tls=f"{found.tls},cuda", proofs=_DRAINED, copies=False)
     return found
 
 

@@ -1,7 +1,7 @@
 """The driver of NIXL's agents. Each turn takes the commands that are there, polls the agents once, and gives every peer
 with work one turn.
 
-There is one agent for each writer, and one for each target; two where writes need nobody's help (`ucx_peer` says why).
+There is one agent for each writer, and one for each target; two where a post copies by itself (`ucx_peer` says why).
 Making one takes 70 ms, in which nothing else moves; the first is made at the start, so that a transport that does not
 work shows then, and the first peer gets it.
 """
@@ -36,8 +36,8 @@ class UcxDriver(PollingDriver[UcxPeer, UcxWrite, Agent]):
     _backend: ClassVar[str] = BACKEND
 
     def __init__(self, parts: DriverParts, *, devices: str, poll_busy_ms: float, poll_idle_ms: float) -> None:
-        proofs = transport(parts.transports, in_device(parts.regions)).proofs
-        super().__init__(parts, proofs, poll_busy_ms=poll_busy_ms, poll_idle_ms=poll_idle_ms)
+        self._transport = transport(parts.transports, in_device(parts.regions))
+        super().__init__(parts, self._transport.proofs, poll_busy_ms=poll_busy_ms, poll_idle_ms=poll_idle_ms)
         self._devices = devices
         self._spare: Agent | None = None
         self._receiving: dict[int, Agent] = {}  # by the writer's incarnation
@@ -120,9 +120,10 @@ class UcxDriver(PollingDriver[UcxPeer, UcxWrite, Agent]):
         except TransferError:
             self._spare = agent
             raise
-        waits = not self._proofs.revoked
-        notes = self._notes_agent(descriptor, agent) if waits else agent
-        return UcxPeer(descriptor, agent, notes, self._regions, self._batch_bytes, self._now_s, self._tell, waits)
+        notes = self._notes_agent(descriptor, agent) if self._transport.copies else agent
+        return UcxPeer(
+            descriptor, agent, notes, self._regions, self._batch_bytes, self._now_s, self._tell, self._transport
+        )
 
     def _notes_agent(self, descriptor: Descriptor, agent: Agent) -> Agent:
         """A second agent to the same target, without regions, beside the one that writes."""

@@ -25,7 +25,7 @@ from kvferry.transfer.contract import Descriptor, Region, Spans, WriteOutcome, W
 from kvferry.transfer.driver import describe
 from kvferry.transfer.queued_peer import Deliver, QueuedPeer
 from kvferry.transfer.spans import addresses, by_memory, split, total_bytes
-from kvferry.transfer.ucx_agent import Agent, kind_of, nixl_errors
+from kvferry.transfer.ucx_agent import Agent, Transport, kind_of, nixl_errors
 from kvferry.transfer.write import Write
 
 #: Handles under way at a time, each with its share of `batch_bytes`, where the target takes part: while it works on
@@ -49,9 +49,7 @@ class UcxWrite(Write):
 
 
 class UcxPeer(QueuedPeer[UcxWrite, Agent]):
-    """Once it is `broken` nothing more is posted, and its agent is going, or `gone`. `waits`: posted writes end by
-    themselves, whatever the target does.
-    """
+    """Once it is `broken` nothing more is posted, and its agent is going, or `gone`."""
 
     def __init__(
         self,
@@ -62,14 +60,14 @@ class UcxPeer(QueuedPeer[UcxWrite, Agent]):
         batch_bytes: int,
         now_s: Callable[[], float],
         deliver: Deliver,
-        waits: bool,
+        over: Transport,
     ) -> None:
         super().__init__(descriptor, agent, now_s, deliver)
         self._regions, self._notes = regions, notes
-        self._pieces = 1 if waits else PIECES
+        self._pieces = 1 if over.copies else PIECES
         self._piece_bytes = max(1, batch_bytes // self._pieces)
         self._errors = nixl_errors()
-        self._waits = waits
+        self._copies, self._waits = over.copies, not over.proofs.revoked
         self.gone = self._told = False
         self._carrying = 0
         self._quiet_turns = 0
@@ -83,7 +81,7 @@ class UcxPeer(QueuedPeer[UcxWrite, Agent]):
         """Those that have to be driven in the next turn. Where a post copies by itself: who carries a notification off,
         since nobody says that it has left.
         """
-        if self.broken or not self._waits:
+        if self.broken or not self._copies:
             return self.agents
         if not self._carrying:
             return ()
@@ -134,10 +132,10 @@ class UcxPeer(QueuedPeer[UcxWrite, Agent]):
     def bury(self) -> bool:
         """Call it every turn once it is broken, until it is True: the agent is gone, and the writes have been told.
 
-        Where a writer needs nobody's help, its handles end soon, each by itself. One that has raised may have left
-        parts of itself behind, which the next turns of the agent end; deleting it before that aborts the process (UCX
-        1.23: an assertion about what is pending at a CMA endpoint). Elsewhere a write whose target stands still would
-        never end, and deleting the agent is what ends it.
+        Where our agent's end proves nothing, handles end soon, each by itself: no target's help is needed. One that has
+        raised may have left parts of itself behind, which the next turns of the agent end; deleting it before that
+        aborts the process (UCX 1.23: an assertion about what is pending at a CMA endpoint). Elsewhere a write whose
+        target stands still would never end, and deleting the agent is what ends it.
         """
         for work in self._work:
             if isinstance(work, UcxWrite):
