@@ -25,6 +25,7 @@ from kvferry.transfer.shared import Area
 from kvferry.transfer.spans import make_spans
 from kvferry.transfer.staging.endpoint import StagingEndpoint, StagingSizes
 from kvferry.transfer.ucx import UcxEndpoint
+from kvferry.transfer.ucx_agent import Agent
 from kvferry.transfer.ucxx import UcxxEndpoint
 
 LAYERS, PAGES, PAGE_BYTES, ROW_BYTES = 3, 80, 4096, 64
@@ -179,6 +180,17 @@ def sockets():
         except FileNotFoundError:  # the descriptor of the listing itself
             continue
     return sorted(link for link in links if link.startswith("socket:"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nixl_comes_first():
+    """The wheels of NIXL and UCXX each bring a UCX of their own. UCXX's is loaded with global symbols, which NIXL's
+    plugin would take for its own if it came later: a crash at some time. No process of the product has both; the
+    tests' has.
+    """
+    agent = Agent(0xA9E27, 0, "host", "127.0.0.1", ())
+    yield
+    agent.delete()
 
 
 def endpoint_of(kind, memory, incarnation, on_notify, **options):
