@@ -103,6 +103,12 @@ class Source:
 
     async def wired(self) -> float:
         """Pieces into a ring, nothing else."""
+        await self.ask("expect", "equal", +1)  # over tcp nothing moves without the target
+        took_s = await self._wire()
+        await self.ask("expect", "equal", -1)
+        return took_s
+
+    async def _wire(self) -> float:
         peer: Any = self.peers["equal", 0, 0]
         ours, theirs = len(self.ranks.endpoints["equal", 0].regions), len(peer.descriptor.regions)
         spans = ring_spans(ours, theirs, peer.lent.scratch + SCRATCH_BYTES, self._piece, REQUEST_BYTES // self._piece)
@@ -111,10 +117,13 @@ class Source:
         return time.perf_counter() - begun_s
 
     async def at_once(self, layout: str) -> float:
+        await self.ask("expect", "equal", +1)
         begun_s = time.perf_counter()
         scattered = asyncio.create_task(self.ask("scatter", layout))
-        await asyncio.gather(self.gathered(layout), self.wired(), scattered)
-        return time.perf_counter() - begun_s
+        await asyncio.gather(self.gathered(layout), self._wire(), scattered)
+        took_s = time.perf_counter() - begun_s
+        await self.ask("expect", "equal", -1)
+        return took_s
 
 
 async def rounds(source: Source, count: int, slices_every: int) -> dict[str, float]:
