@@ -19,7 +19,7 @@ class Alarm:
     def __init__(self, clock: Clock, ring: Callable[[], None]) -> None:
         self._clock, self._ring = clock, ring
         self._timer: Timer | None = None
-        self.at_s = math.inf  #: when it rings; `inf`: it does not
+        self._at_s = math.inf
         self._off = False
 
     @property
@@ -29,9 +29,9 @@ class Alarm:
 
     def by(self, at_s: float) -> None:
         """Ring no later than that; `inf`: it need not."""
-        if at_s < self.at_s and not self._off:
+        if at_s < self._at_s and not self._off:
             self._stop()
-            self.at_s = at_s
+            self._at_s = at_s
             self._timer = self._clock.call_later(max(FLOOR_S, at_s - self._clock.now_s()), self._due)
 
     def close(self) -> None:
@@ -42,8 +42,8 @@ class Alarm:
     def _stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer, self.at_s = None, math.inf
+        self._timer, self._at_s = None, math.inf
 
     def _due(self) -> None:
-        self._timer, self.at_s = None, math.inf
+        self._timer, self._at_s = None, math.inf
         self._ring()

@@ -334,9 +334,8 @@ class LinkLayer:
 
     def _plan(self, link: Link) -> None:
         """Have the link's next deadline met. One that has moved away is found to have moved when its time comes."""
-        due_s = link.due_s = link.next_deadline_s()
-        if due_s < self._alarm.at_s:
-            self._alarm.by(due_s)
+        link.due_s = link.next_deadline_s()
+        self._alarm.by(link.due_s)
 
     def _look_soon(self) -> None:
         self._alarm.by(self._clock.now_s() + self._settings.resend_s / 4)
@@ -344,18 +343,13 @@ class LinkLayer:
     def _run_timers(self) -> None:
         now_s = self._clock.now_s()
         self._exits.look_again()
-        due = [link for link in self._links.values() if link.due_s <= now_s]
-        for link in due:
+        for link in [link for link in self._links.values() if link.due_s <= now_s]:
             link.due_s = math.inf  # until it is planned again, when what it has to say is sent
             try:
                 self._tick(link, now_s)
             except Exception as error:  # noqa: BLE001 - the actor's to raise; the timers of the others go on
                 self._queue.put(Failure(error), link.peer, link)
-        earliest_s = math.inf
-        for link in self._links.values():
-            if link.due_s < earliest_s:
-                earliest_s = link.due_s
-        self._alarm.by(earliest_s)
+        self._alarm.by(min((link.due_s for link in self._links.values()), default=math.inf))
 
     def _tick(self, link: Link, now_s: float) -> None:
         if link.refused_at_s is not None and now_s >= link.refused_at_s:

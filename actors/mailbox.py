@@ -22,12 +22,9 @@ class Mailbox(Generic[T]):
         return len(self._items)
 
     def post(self, item: T) -> bool:
-        items = self._items
-        if len(items) >= self.limit:
+        if len(self._items) >= self.limit:
             return False
-        items.append(item)
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(None)
+        self.put(item)
         return True
 
     def put(self, item: T) -> None:
@@ -45,8 +42,7 @@ class Mailbox(Generic[T]):
                 await self._waiting
             finally:
                 self._waiting = None
-        items, self._items = self._items, []
-        return items
+        return self.drain()
 
     def drain(self) -> list[T]:
         """All items that lie here now, perhaps none."""

@@ -128,6 +128,15 @@ async def said(process):
     return (await asyncio.wait_for(process.stdout.readline(), 60)).decode().strip()
 
 
+async def landed(source, target, peer, work):
+    """Write it, and see it flushed."""
+    outcome = Outcome()
+    target.endpoint.expect(1)
+    source.endpoint.write(peer, work, outcome)
+    assert (await outcome).outcome.value == "flushed"
+    target.endpoint.expect(-1)
+
+
 async def stdin_ends():
     """Of this process, which reads nothing from it."""
     loop = asyncio.get_running_loop()
@@ -146,7 +155,7 @@ def tools():
 class Tools:
     Memory, Heads, Site, Outcome = Memory, Heads, Site, Outcome
     REGION_BYTES = REGION_BYTES
-    soon, said, rounds = staticmethod(soon), staticmethod(said), staticmethod(rounds)
+    soon, said, rounds, landed = map(staticmethod, (soon, said, rounds, landed))
 
     @staticmethod
     async def open_staging(*args, **options):

@@ -1,6 +1,7 @@
 """Digests of write lists: equal exactly where the same bytes lie at both sides."""
 
 import asyncio
+from functools import partial
 
 import numpy as np
 import pytest
@@ -73,13 +74,7 @@ async def written(make_site, tools, kind):
     peer = await source.endpoint.connect(await target.endpoint.accept(1))
     spans = plan(source.memory, target.memory)
 
-    async def write(what):
-        outcome = tools.Outcome()
-        target.endpoint.expect(1)
-        source.endpoint.write(peer, what, outcome)
-        assert (await outcome).outcome.value == "flushed"
-        target.endpoint.expect(-1)
-
+    write = partial(tools.landed, source, target, peer)
     await write(spans)
 
     async def flip(at):

@@ -2,6 +2,8 @@
 target, at any place, changes the digest that the target takes; other bytes don't.
 """
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -102,13 +104,7 @@ async def test_a_byte_that_a_backend_changes_behind_a_write_is_seen(make_site, t
     arrays, held = target.memory.arrays, target.memory.held()
     digests = ThreadDigests(target.memory.regions)
 
-    async def write(what):
-        outcome = tools.Outcome()
-        target.endpoint.expect(1)
-        source.endpoint.write(peer, what, outcome)
-        assert (await outcome).outcome.value == "flushed"
-        target.endpoint.expect(-1)
-
+    write = partial(tools.landed, source, target, peer)
     await write(written.blocks)
     wanted = digest_of(written.spans, source.memory.regions, "source")
     assert await digests.of(checked.blocks, "target") == wanted

@@ -7,9 +7,7 @@ from numpy.typing import ArrayLike
 
 from kvferry.transfer.blocks import Ints, Runs
 from kvferry.transfer.contract import TransferError
-
-#: So many items are faster one by one than as arrays.
-FEW = 32
+from kvferry.transfer.spans import FEW
 
 
 def item_list(side: str, items: ArrayLike, noun: str = "page") -> Ints:
@@ -65,10 +63,8 @@ def _few_runs(first: int, end: int, source: Ints, source_entries: int, target: I
     targets = target[target_first : -(-end // target_entries)].tolist()
     runs: list[list[int]] = []
     while first < end:
-        (source_item, source_in), (target_item, target_in) = (
-            divmod(first, source_entries),
-            divmod(first, target_entries),
-        )
+        source_item, source_in = divmod(first, source_entries)
+        target_item, target_in = divmod(first, target_entries)
         count = min(source_entries - source_in, target_entries - target_in, end - first)
         source_at = sources[source_item - source_first] * source_entries + source_in
         target_at = targets[target_item - target_first] * target_entries + target_in

@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvferry.transfer.contract import SPAN_DTYPE, Region, Spans, TransferError
 
-#: So many spans are faster one by one than as arrays.
+#: So many spans, or pages, are faster one by one than as arrays.
 FEW = 32
 _LARGEST = np.iinfo(np.int64).max
 
