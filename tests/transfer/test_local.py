@@ -89,7 +89,7 @@ async def test_copies_by_the_kernel_are_the_same(tools):
     random = np.random.default_rng(4)
     source, target = (np.zeros(2**22, np.uint8) for _ in range(2))
     source[:] = random.integers(1, 256, source.size)
-    size = random.integers(1, 1600, 2500)
+    size = random.integers(1, 3000, 2500)
     place = np.cumsum(size) - size
     to, origin = (place + array.ctypes.data for array in (target, source))
     expected = np.zeros_like(target)

@@ -143,9 +143,11 @@ def test_numbers_that_are_none_are_refused(numbers):
         unpack(numbers, 5)
 
 
-@pytest.mark.parametrize("width", [1, 64, 255, 256, 700])
+@pytest.mark.parametrize("width", [1, 64, 255, 256, 700, 1024, 3000])
 def test_our_own_copies_of_slices_are_those_of_numpy(width):
-    """A width below and above what goes past the caches, at places that no line begins at; whole entries, too."""
+    """Widths below and above what goes past the caches and what is copied at once, at places that no line begins at;
+    whole entries, too.
+    """
     random = np.random.default_rng(width)
     areas = [np.frombuffer(random.bytes(40 * stride + 8), np.uint8).copy() for stride in (width + 24, width)]
     regions = [Region(RegionKind.ROWS, "x", -1, area.ctypes.data, len(area), 1) for area in areas]

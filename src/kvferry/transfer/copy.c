@@ -2,16 +2,18 @@
    slices to and from one packed buffer, which staging does.
 
    Stores go past the caches where the processor lets us: what is moved is read next by another core, much later, and a
-   store that goes through the cache first reads the line that it is about to overwrite, half as much traffic again. */
+   store that goes through the cache first reads the line that it is about to overwrite, half as much traffic again. Loads
+   are fetched ahead: of scattered pages of some KiB that doubles the rate. */
 
 #include <stddef.h>
-#include <stdint.h>
 #include <string.h>
+
+#include "ahead.h"
 
 #if defined(__x86_64__)
 #include <emmintrin.h>
 
-enum { LINE = 64, LEAST = 256 };
+enum { LEAST = 256 };
 
 static void copy_one(char *to, const char *from, size_t size)
 {
@@ -44,11 +46,17 @@ static void placed(void) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 int64_t kvferry_copy(int64_t count, const uint64_t *to, const uint64_t *from, const int64_t *size,
                      const volatile int32_t *stop)
 {
-    int64_t done = 0;
-    for (; done < count && !*stop; done++)
-        copy_one((char *)(uintptr_t)to[done], (const char *)(uintptr_t)from[done], (size_t)size[done]);
+    const struct spans spans = {count, from, size};
+    struct place taken = {0, 0, 0}, fetched = {0, 0, 0};
+    int64_t piece;
+    while (taken.span < count && (taken.at > 0 || !*stop)) {
+        fetch_ahead(&spans, &fetched, &taken);
+        char *there = (char *)(uintptr_t)to[taken.span] + taken.at;
+        const char *here = next_piece(&spans, &taken, &piece);
+        copy_one(there, here, (size_t)piece);
+    }
     placed();
-    return done;
+    return taken.span;
 }
 
 /* Slices of areas (strided_copy.py says how they lie): of pair p, that of entry e is the width[p] bytes from address
@@ -59,17 +67,53 @@ struct slices {
     const int64_t *stride, *width, *at, *count;
 };
 
-/* To `packed`, pair by pair and run by run. It is read next, and soon: so through the caches. */
+/* Byte `at` of a stretch that begins with this entry of this run, and how many bytes of all slices come before it. */
+struct slice_place {
+    int64_t pair, run, entry, at, before;
+};
+
+/* As next_piece. Entries that are neighbours are one stretch. */
+static const char *next_slice(const struct slices *s, struct slice_place *place, int64_t *size)
+{
+    const int64_t width = s->width[place->pair], stride = s->stride[place->pair], count = s->count[place->run];
+    const int64_t entries = width == stride ? count : 1;
+    const int64_t entry = s->at[place->run] + place->entry, left = width * entries - place->at;
+    const char *from = (const char *)(uintptr_t)s->start[place->pair] + stride * entry + place->at;
+    *size = left < PIECE ? left : PIECE;
+    place->before += *size;
+    place->at += *size;
+    if (*size < left)
+        return from;
+    place->at = 0;
+    if ((place->entry += entries) < count)
+        return from;
+    place->entry = 0;
+    if (++place->run < s->runs)
+        return from;
+    place->run = 0;
+    place->pair++;
+    return from;
+}
+
+/* To `packed`, pair by pair and run by run, each of some entries. It is read next, and soon, so short slices go through
+   the caches; long stretches past them are nearly twice as fast even so. */
 void kvferry_gather(char *packed, const struct slices *s)
 {
-    for (int64_t p = 0; p < s->pairs; p++) {
-        const size_t width = (size_t)s->width[p];
-        for (int64_t r = 0; r < s->runs; r++) {
-            const char *from = (const char *)(uintptr_t)s->start[p] + s->stride[p] * s->at[r];
-            for (int64_t e = 0; e < s->count[r]; e++, packed += width, from += s->stride[p])
-                memcpy(packed, from, width);
+    struct slice_place taken = {0, 0, 0, 0, 0}, fetched = {0, 0, 0, 0, 0};
+    int64_t size;
+    while (s->runs > 0 && taken.pair < s->pairs) {
+        while (fetched.pair < s->pairs && fetched.before < taken.before + AHEAD) {
+            const char *coming = next_slice(s, &fetched, &size);
+            fetch(coming, size);
         }
+        const char *from = next_slice(s, &taken, &size);
+        if (size < PIECE)
+            memcpy(packed, from, (size_t)size);
+        else
+            copy_one(packed, from, (size_t)size);
+        packed += size;
     }
+    placed();
 }
 
 /* From `packed`, to where the model will read it much later. */
