@@ -196,9 +196,12 @@ async def test_a_cancelled_write_ends_when_nothing_of_it_can_come_any_more(any_p
     assert (await again).outcome is WriteOutcome.FLUSHED and pair.right(of, pages)
 
 
-async def test_a_piece_that_waits_for_room_keeps_its_place_and_is_counted_once(any_pair, tools):
-    """The ring takes 6 of the 10 KiB that a region has; the next one waits until the first has been scattered."""
-    pair = await any_pair("4 to 1", sizes=StagingSizes(16 * 1024, 6, 64 * 1024, 1))
+@pytest.mark.parametrize("slots", [6, 1])
+async def test_a_piece_that_waits_for_room_keeps_its_place_and_is_counted_once(any_pair, slots, tools):
+    """The ring takes 6 of the 10 KiB that a region has; the next one waits until the first has been scattered. With one
+    slot, too, which each piece asks for again.
+    """
+    pair = await any_pair("4 to 1", sizes=StagingSizes(16 * 1024, slots, 64 * 1024, 1))
     gate = Gate(pair.target)
     of, pages = shuffled()
     ended = []

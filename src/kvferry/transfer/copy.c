@@ -73,7 +73,7 @@ struct slice_place {
 };
 
 /* As next_piece. Entries that are neighbours are one stretch. */
-static const char *next_slice(const struct slices *s, struct slice_place *place, int64_t *size)
+static inline const char *next_slice(const struct slices *s, struct slice_place *place, int64_t *size)
 {
     const int64_t width = s->width[place->pair], stride = s->stride[place->pair], count = s->count[place->run];
     const int64_t entries = width == stride ? count : 1;

@@ -58,6 +58,8 @@ class Driver(ABC, Generic[P, W, A]):
     """Everything but `run` and `put` is called on its thread, as a command."""
 
     _backend: ClassVar[str]
+    #: To post a write is to copy its bytes.
+    copies = False
 
     def __init__(self, parts: DriverParts, proofs: Proofs) -> None:
         self._incarnation, self._name = parts.incarnation, f"kvferry-{parts.incarnation:016x}"

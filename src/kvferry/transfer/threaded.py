@@ -186,6 +186,17 @@ class ThreadedEndpoint(Generic[P, W]):
         if not self._closed:  # after it, `cancel` and `expect` are late news
             self._driver.put(command)
 
+    @property
+    def copies(self) -> bool:
+        """To write is to copy, on the driver's thread: bytes move while it does that, and at no other time."""
+        return self._driver.copies
+
+    def run_on_thread(self, call: Callable[[], None]) -> None:
+        """Have it called on the driver's thread, which waits for it. Can be called from any thread; not called any more
+        once the endpoint is closed.
+        """
+        self._command(call)
+
     def tell_on_thread(self) -> None:
         """From now on `on_end` and `on_notify` are called on the driver's thread, which must not wait in them. `write`,
         `notify` and `cancel` can be called from any thread.

@@ -38,7 +38,7 @@ class UcxDriver(PollingDriver[UcxPeer, UcxWrite, Agent]):
     def __init__(self, parts: DriverParts, *, devices: str, poll_busy_ms: float, poll_idle_ms: float) -> None:
         self._transport = transport(parts.transports, in_device(parts.regions))
         super().__init__(parts, self._transport.proofs, poll_busy_ms=poll_busy_ms, poll_idle_ms=poll_idle_ms)
-        self._devices = devices
+        self._devices, self.copies = devices, self._transport.copies
         self._spare: Agent | None = None
         self._receiving: dict[int, Agent] = {}  # by the writer's incarnation
         self._parting = self._turns = 0

@@ -57,7 +57,7 @@ from kvferry.transfer.staging.wire import (
     unwrap,
     wrap,
 )
-from kvferry.transfer.staging.worker import Worker
+from kvferry.transfer.staging.worker import Copyist, Guest, Worker, at_once
 from kvferry.transfer.staging.write import StagedWrite
 from kvferry.transfer.threaded import ThreadedEndpoint
 from kvferry.transfer.work import Blocks, Work, check_work, spans_in
@@ -75,11 +75,6 @@ def _also(why: str, more: str) -> str:
 
 def _soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
     loop.call_soon_threadsafe(call)
-
-
-def _at_once(call: Callable[[], None]) -> None:
-    """Where the endpoint within can be called from any thread."""
-    call()
 
 
 @dataclass(frozen=True)
@@ -148,15 +143,13 @@ class StagingEndpoint:
         inner_regions = (*regions, memory.region) if sizes.size_bytes else regions
         self._inner = open_inner(inner_regions, self._notified)
         self._stages = sizes.size_bytes > 0
+        self._direct = isinstance(self._inner, ThreadedEndpoint)
         name = f"kvferry-{incarnation:016x}"
-        direct = isinstance(self._inner, ThreadedEndpoint)
-        if isinstance(self._inner, ThreadedEndpoint):
-            self._inner.tell_on_thread()
-        tell = _at_once if direct else partial(_soon, loop)
-        self._direct = direct
-        self._gatherer, self._scatterer = Worker(f"{name}-gather", tell), Worker(f"{name}-scatter", tell)
+        self._gatherer, self._scatterer = self._copyists(name, loop)
+        # One that is gathered and written before the next is still in the caches.
+        slots = min(sizes.slots, 1) if isinstance(self._gatherer, Guest) else sizes.slots
         self._sender = Sender(
-            self._inner, memory, len(regions), sizes.slots, sizes.piece_bytes, self._gatherer, loop, now_s, sleep,
+            self._inner, memory, len(regions), slots, sizes.piece_bytes, self._gatherer, loop, now_s, sleep,
             self.counts,
         )  # fmt: skip
         self._rings = Rings(
@@ -168,6 +161,17 @@ class StagingEndpoint:
         self._turns: Counter[int] = Counter()  # revocations, by writer
         self._accepted: set[int] = set()
         self._closed = False
+
+    def _copyists(self, name: str, loop: asyncio.AbstractEventLoop) -> tuple[Copyist, Copyist]:
+        """Who gathers, and who scatters."""
+        if not isinstance(self._inner, ThreadedEndpoint):
+            tell = partial(_soon, loop)
+            return Worker(f"{name}-gather", tell), Worker(f"{name}-scatter", tell)
+        self._inner.tell_on_thread()
+        if self._inner.copies:
+            guest = Guest(name, self._inner.run_on_thread)
+            return guest, guest
+        return Worker(f"{name}-gather", at_once), Worker(f"{name}-scatter", at_once)
 
     @property
     def backend(self) -> str:

@@ -15,7 +15,7 @@ from kvferry.transfer.staging.copies import Memory
 from kvferry.transfer.staging.pieces import Piece
 from kvferry.transfer.staging.source import StagedPeer
 from kvferry.transfer.staging.wire import Hello, Lent, encode
-from kvferry.transfer.staging.worker import OnDone, Worker
+from kvferry.transfer.staging.worker import Copyist, OnDone
 from kvferry.transfer.staging.write import StagedWrite
 
 _log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class Sender:
         staging_region: int,
         slots: int,
         slot_bytes: int,
-        worker: Worker,
+        worker: Copyist,
         loop: asyncio.AbstractEventLoop,
         now_s: Callable[[], float],
         sleep: Callable[[float], Awaitable[None]],
@@ -130,7 +130,7 @@ class Sender:
         while self._free and self._asking:
             first = self._asking[0]
             first.pump()
-            if self._asking and self._asking[0] is first:  # it has no use for it now
+            if self._free and self._asking and self._asking[0] is first:  # it has no use for it now
                 self._asking.popleft()
 
     def gather(self, peer: StagedPeer, write: StagedWrite, piece: Piece, slot: int, on_done: OnDone) -> None:
