@@ -60,7 +60,7 @@ int64_t kvferry_copy(int64_t count, const uint64_t *to, const uint64_t *from, co
 }
 
 /* Slices of areas (strided_copy.py says how they lie): of pair p, that of entry e is the width[p] bytes from address
-   start[p] + stride[p] * e on. The runs are of entries [at, at + count). */
+   start[p] + stride[p] * e on. The runs are of entries [at, at + count), none of them empty. */
 struct slices {
     int64_t pairs, runs;
     const uint64_t *start;
