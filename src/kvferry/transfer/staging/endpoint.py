@@ -57,7 +57,7 @@ from kvferry.transfer.staging.wire import (
     unwrap,
     wrap,
 )
-from kvferry.transfer.staging.worker import Copyist, Guest, Worker, at_once
+from kvferry.transfer.staging.worker import Guest, JobQueue, Worker, at_once
 from kvferry.transfer.staging.write import StagedWrite
 from kvferry.transfer.threaded import ThreadedEndpoint
 from kvferry.transfer.work import Blocks, Work, check_work, spans_in
@@ -145,7 +145,7 @@ class StagingEndpoint:
         self._stages = sizes.size_bytes > 0
         self._direct = isinstance(self._inner, ThreadedEndpoint)
         name = f"kvferry-{incarnation:016x}"
-        self._gatherer, self._scatterer = self._copyists(name, loop)
+        self._gatherer, self._scatterer = self._job_queues(name, loop)
         # One that is gathered and written before the next is still in the caches.
         slots = min(sizes.slots, 1) if isinstance(self._gatherer, Guest) else sizes.slots
         self._sender = Sender(
@@ -162,7 +162,7 @@ class StagingEndpoint:
         self._accepted: set[int] = set()
         self._closed = False
 
-    def _copyists(self, name: str, loop: asyncio.AbstractEventLoop) -> tuple[Copyist, Copyist]:
+    def _job_queues(self, name: str, loop: asyncio.AbstractEventLoop) -> tuple[JobQueue, JobQueue]:
         """Who gathers, and who scatters."""
         if not isinstance(self._inner, ThreadedEndpoint):
             tell = partial(_soon, loop)

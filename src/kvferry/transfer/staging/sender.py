@@ -15,7 +15,7 @@ from kvferry.transfer.staging.copies import Memory
 from kvferry.transfer.staging.pieces import Piece
 from kvferry.transfer.staging.source import StagedPeer
 from kvferry.transfer.staging.wire import Hello, Lent, encode
-from kvferry.transfer.staging.worker import Copyist, OnDone
+from kvferry.transfer.staging.worker import JobQueue, OnDone
 from kvferry.transfer.staging.write import StagedWrite
 
 _log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class Sender:
         staging_region: int,
         slots: int,
         slot_bytes: int,
-        worker: Copyist,
+        worker: JobQueue,
         loop: asyncio.AbstractEventLoop,
         now_s: Callable[[], float],
         sleep: Callable[[float], Awaitable[None]],

@@ -21,7 +21,7 @@ from kvferry.transfer.contract import Descriptor, Endpoint, Peer, Region, Revoke
 from kvferry.transfer.staging.copies import Memory
 from kvferry.transfer.staging.under_way import UnderWay
 from kvferry.transfer.staging.wire import SCRATCH_BYTES, Hello, Ready, Scatter, Scattered, encode, side_in
-from kvferry.transfer.staging.worker import Copyist
+from kvferry.transfer.staging.worker import JobQueue
 from kvferry.transfer.work import check_slices
 
 _log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class Rings:
         offset: int,
         ring_bytes: int,
         rings: int,
-        worker: Copyist,
+        worker: JobQueue,
         loop: asyncio.AbstractEventLoop,
         counts: Counter[str],
     ) -> None:

@@ -17,7 +17,7 @@ OnDone = Callable[[str], None]
 Tell = Callable[[Callable[[], None]], None]
 
 
-class Copyist(Protocol):
+class JobQueue(Protocol):
     """Whatever becomes of a job, `on_done` hears of it; but not of those that `close` has come before."""
 
     def put(self, job: Callable[[], None], on_done: OnDone) -> None: ...
