@@ -79,7 +79,11 @@ def _soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
 
 @dataclass(frozen=True)
 class StagingSizes:
-    """`slots` of `piece_bytes` to gather into, `rings` of `ring_bytes` to lend, one to each writer that stages."""
+    """`slots` of `piece_bytes` to gather into, `rings` of `ring_bytes` to lend, one to each writer that stages.
+
+    Where the endpoint within copies by itself one slot is used: a piece that is written before the next is gathered is
+    still in the caches.
+    """
 
     piece_bytes: int = 4 << 20
     slots: int = 3
@@ -146,7 +150,6 @@ class StagingEndpoint:
         self._direct = isinstance(self._inner, ThreadedEndpoint)
         name = f"kvferry-{incarnation:016x}"
         self._gatherer, self._scatterer = self._job_queues(name, loop)
-        # One that is gathered and written before the next is still in the caches.
         slots = min(sizes.slots, 1) if isinstance(self._gatherer, Guest) else sizes.slots
         self._sender = Sender(
             self._inner, memory, len(regions), slots, sizes.piece_bytes, self._gatherer, loop, now_s, sleep,
