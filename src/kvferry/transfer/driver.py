@@ -55,7 +55,7 @@ class DriverParts:
 
 
 class Driver(ABC, Generic[P, W, A]):
-    """Everything but `run` and `put` is called on its thread, as a command."""
+    """Everything but `run`, `put` and `submit` is called on its thread, as a command."""
 
     _backend: ClassVar[str]
     #: To post a write is to copy its bytes.
@@ -78,6 +78,10 @@ class Driver(ABC, Generic[P, W, A]):
     def put(self, command: Callable[[], None]) -> None:
         """From any thread: have `command` called soon on the driver's."""
         self._commands.put(command)
+
+    def submit(self, peer: P, write: W) -> None:
+        """From any thread."""
+        self.put(partial(self.write, peer, write))
 
     def close(self) -> None:
         self._closing = True

@@ -139,7 +139,7 @@ class ThreadedEndpoint(Generic[P, W]):
         spans = spans_in(work)
         check_spans(spans, self._regions, peer.descriptor.regions)
         write: W = self._writes(spans, on_end, self._now_s())
-        self._command(partial(self._driver.write, known, write))
+        self._driver.submit(known, write)
         return write
 
     def notify(self, peer: Peer, payload: bytes) -> None:

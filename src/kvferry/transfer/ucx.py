@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from typing import ClassVar, Unpack
 
@@ -25,7 +26,15 @@ class UcxEndpoint(ThreadedEndpoint[UcxPeer, UcxWrite]):
     _writes: ClassVar[type[UcxWrite]] = UcxWrite
 
     def __init__(
-        self, *, devices: str = "", poll_busy_ms: float = 1.0, poll_idle_ms: float = 20.0, **options: Unpack[Options]
+        self,
+        *,
+        devices: str = "",
+        poll_busy_ms: float = 1.0,
+        poll_idle_ms: float = 20.0,
+        hands: int | None = None,
+        **options: Unpack[Options],
     ) -> None:
-        driver = partial(UcxDriver, devices=devices, poll_busy_ms=poll_busy_ms, poll_idle_ms=poll_idle_ms)
+        """`hands`: threads that copy, where a post copies by itself; None for two if this process may use two cores."""
+        hands = min(2, len(os.sched_getaffinity(0))) if hands is None else hands
+        driver = partial(UcxDriver, devices=devices, poll_busy_ms=poll_busy_ms, poll_idle_ms=poll_idle_ms, hands=hands)
         super().__init__(driver, **options)

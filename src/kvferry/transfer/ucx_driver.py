@@ -1,23 +1,30 @@
 """The driver of NIXL's agents. Each turn takes the commands that are there, polls the agents once, and gives every peer
 with work one turn.
 
-There is one agent for each writer, and one for each target; two where a post copies by itself (`ucx_peer` says why).
+There is one agent for each writer, and one for each target; two or three where a post copies by itself (`ucx_copying`
+says why).
 Making one takes 70 ms, in which nothing else moves; the first is made at the start, so that a transport that does not
 work shows then, and the first peer gets it.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import ClassVar
 
 from kvferry.transfer.contract import Descriptor, TransferError
-from kvferry.transfer.driver import DriverParts
+from kvferry.transfer.driver import DriverParts, describe
 from kvferry.transfer.polling import PollingDriver
-from kvferry.transfer.spans import in_device
+from kvferry.transfer.second_hand import SecondHand
+from kvferry.transfer.spans import in_device, total_bytes
 from kvferry.transfer.ucx_agent import BACKEND, Agent, add_peer, transport
+from kvferry.transfer.ucx_copying import CopyingPeer, Hand
+from kvferry.transfer.ucx_lane import Lane
 from kvferry.transfer.ucx_peer import UcxPeer, UcxWrite
+
+_log = logging.getLogger(__name__)
 
 #: Turns that writes get to end by themselves when the endpoint is closed.
 _LAST_TURNS = 64
@@ -29,19 +36,30 @@ _PARTING_TURNS = 64
 #: While writes are under way, those of our agents that need it least are driven once in so many turns.
 _ALL_TURNS = 16
 
+#: What is worth a second hand: copying it takes several times what it takes to wake a thread.
+_WORTH_BYTES = 1 << 20
+
 
 class UcxDriver(PollingDriver[UcxPeer, UcxWrite, Agent]):
-    """`devices`: those that UCX may use, "" for the one that has our address."""
+    """`devices`: those that UCX may use, "" for the one that has our address. `hands`: threads that copy, 1 or 2, where
+    a post copies by itself.
+    """
 
     _backend: ClassVar[str] = BACKEND
 
-    def __init__(self, parts: DriverParts, *, devices: str, poll_busy_ms: float, poll_idle_ms: float) -> None:
+    def __init__(
+        self, parts: DriverParts, *, devices: str, poll_busy_ms: float, poll_idle_ms: float, hands: int
+    ) -> None:
         self._transport = transport(parts.transports, in_device(parts.regions))
         super().__init__(parts, self._transport.proofs, poll_busy_ms=poll_busy_ms, poll_idle_ms=poll_idle_ms)
         self._devices, self.copies = devices, self._transport.copies
         self._spare: Agent | None = None
         self._receiving: dict[int, Agent] = {}  # by the writer's incarnation
         self._parting = self._turns = 0
+        self._copying: tuple[CopyingPeer, ...] = ()  # for the second hand
+        self._second = None
+        if self.copies and hands > 1:
+            self._second = SecondHand(f"{self._name}-second", self._second_turn, self._second_waits, self._busy_s)
 
     # --- the thread ------------------------------------------------------------------------------------------
 
@@ -62,8 +80,20 @@ class UcxDriver(PollingDriver[UcxPeer, UcxWrite, Agent]):
                 progressed |= peer.serve()
                 self._parting = _PARTING_TURNS
             if peer.gone:
-                del self._peers[name]
+                self._forget(name)
         return progressed
+
+    def _forget(self, name: str) -> None:
+        del self._peers[name]
+        self._copying = tuple(peer for peer in self._peers.values() if isinstance(peer, CopyingPeer))
+
+    def _second_turn(self) -> bool:
+        """On the second hand's thread."""
+        moved = [peer.turn(Hand.SECOND) for peer in self._copying]
+        return any(moved)
+
+    def _second_waits(self) -> bool:
+        return any(peer.waits(Hand.SECOND) for peer in self._copying)
 
     def _driven(self) -> list[Agent]:
         """Those by which something may come, and those with something to carry off. All must be driven at times."""
@@ -110,8 +140,21 @@ class UcxDriver(PollingDriver[UcxPeer, UcxWrite, Agent]):
         if peer is not None and peer.broken:
             if not peer.gone:
                 raise TransferError(f"{descriptor.agent}: broken, and its last writes have not ended: {peer.broken}")
-            del self._peers[descriptor.agent]
-        return super()._connected(descriptor)
+            self._forget(descriptor.agent)
+        peer = super()._connected(descriptor)
+        if isinstance(peer, CopyingPeer) and peer not in self._copying:
+            self._copying += (peer,)
+        return peer
+
+    def submit(self, peer: UcxPeer, write: UcxWrite) -> None:
+        """Where a post copies by itself the peer takes it at once, for a hand that may be free."""
+        if not isinstance(peer, CopyingPeer):
+            super().submit(peer, write)
+            return
+        peer.write(write)
+        self.put(_nothing)
+        if self._second is not None and total_bytes(write.spans) >= _WORTH_BYTES:
+            self._second.wake()
 
     def _connect(self, descriptor: Descriptor) -> UcxPeer:
         agent = self._next_agent()
@@ -120,10 +163,28 @@ class UcxDriver(PollingDriver[UcxPeer, UcxWrite, Agent]):
         except TransferError:
             self._spare = agent
             raise
-        notes = self._notes_agent(descriptor, agent) if self._transport.copies else agent
-        return UcxPeer(
-            descriptor, agent, notes, self._regions, self._batch_bytes, self._now_s, self._tell, self._transport
+        regions, batch_bytes, over = self._regions, self._batch_bytes, self._transport
+        if not over.copies:
+            return UcxPeer(descriptor, agent, regions, batch_bytes, self._now_s, self._tell, over)
+        notes = self._notes_agent(descriptor, agent)
+        self._generation += 1
+        make_lane = partial(self._second_lane, self._generation, descriptor)
+        return CopyingPeer(
+            descriptor, agent, notes, regions, batch_bytes, self._now_s, self._tell, over, self._second, make_lane
         )
+
+    def _second_lane(self, generation: int, descriptor: Descriptor) -> Lane | None:
+        """On the second hand's thread."""
+        agent = None
+        try:
+            agent = self._make(generation)
+            add_peer(agent.nixl, self._transports, descriptor)
+        except Exception as error:  # noqa: BLE001  (their errors have no base; one lane is enough)
+            _log.info("%s: one hand only for %s: %s", self._name, descriptor.agent, describe(error))
+            if agent is not None:
+                agent.delete()
+            return None
+        return Lane(agent, descriptor, self._regions)
 
     def _notes_agent(self, descriptor: Descriptor, agent: Agent) -> Agent:
         """A second agent to the same target, without regions, beside the one that writes."""
@@ -142,7 +203,7 @@ class UcxDriver(PollingDriver[UcxPeer, UcxWrite, Agent]):
     def disconnect(self, peer: UcxPeer, on_done: Callable[[], None]) -> None:
         peer.end("disconnected")
         if peer.gone and self._peers.get(peer.descriptor.agent) is peer:
-            del self._peers[peer.descriptor.agent]
+            self._forget(peer.descriptor.agent)
         self._deliver(on_done)
 
     def _delete_all(self) -> None:
@@ -158,8 +219,14 @@ class UcxDriver(PollingDriver[UcxPeer, UcxWrite, Agent]):
                 peer.bury()
         for peer in self._peers.values():
             peer.destroy(self._failure)
+        if self._second is not None:
+            self._second.close()
         for agent in self._receiving.values():
             agent.delete()
         if self._spare is not None:
             self._spare.delete()
-        self._peers, self._receiving, self._spare = {}, {}, None
+        self._peers, self._receiving, self._spare, self._copying = {}, {}, None, ()
+
+
+def _nothing() -> None:
+    """To be woken."""
