@@ -36,7 +36,7 @@ class FakeFabric:
         sleep: Callable[[float], Awaitable[None]],
         now_s: Callable[[], float],
         bandwidth_bytes_s: float = 1e9,
-        batch_bytes: int = 8 * 1024 * 1024,
+        batch_bytes: int = 16 * 1024 * 1024,
         check_bytes: bool = True,
         proofs: Proofs = HOST,
         late_s: float = 0.5,

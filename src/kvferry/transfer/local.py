@@ -59,7 +59,7 @@ class LocalEndpoint:
         on_notify: OnNotify,
         loop: asyncio.AbstractEventLoop,
         now_s: Callable[[], float],
-        batch_bytes: int = 8 * 1024 * 1024,
+        batch_bytes: int = 16 * 1024 * 1024,
         max_agents: int = 256,
     ) -> None:
         self._name = f"{_KIND}-{incarnation:016x}"

@@ -76,7 +76,7 @@ class ThreadedEndpoint(Generic[P, W]):
         now_s: Callable[[], float],
         transports: str = "host",
         host: str = "127.0.0.1",
-        batch_bytes: int = 8 * 1024 * 1024,
+        batch_bytes: int = 16 * 1024 * 1024,
         max_agents: int = 256,
         generations_from: int = 0,
     ) -> None:

@@ -33,6 +33,10 @@ from kvferry.transfer.ucx_peer import LAST_TURNS, UcxPeer, UcxWrite
 
 _log = logging.getLogger(__name__)
 
+#: Of a piece, at most: a millisecond's work, so that two hands end at much the same time, and some ten times what a
+#: handle costs.
+_PIECE_BYTES = 4 * 1024 * 1024
+
 #: Turns of `notes` after a notification: the first one sets the connection up.
 _FIRST_TURNS, _NEXT_TURNS = 64, 2
 
@@ -65,7 +69,7 @@ class CopyingPeer(UcxPeer):
         self._notes, self._second, self._make_lane = notes, second, make_lane
         self._lanes: list[Lane | None] = [self._lane, None]
         self._opening: Lane | None = None  # the second one
-        self._piece_bytes = max(1, batch_bytes // (1 if second is None else len(Hand)))
+        self._piece_bytes = max(1, min(batch_bytes // (1 if second is None else len(Hand)), _PIECE_BYTES))
         self._lock = Condition()
         self._writes: deque[UcxWrite] = deque()
         self._to_tell: deque[bytes] = deque()

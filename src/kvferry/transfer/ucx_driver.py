@@ -97,12 +97,12 @@ class UcxDriver(PollingDriver[UcxPeer, UcxWrite, Agent]):
 
     def _driven(self) -> list[Agent]:
         """Those by which something may come, and those with something to carry off. All must be driven at times."""
-        all_of_them = self._turns % _ALL_TURNS == 0 or not (self._expecting > 0 or self._busy)
+        all_of_them = self._turns % _ALL_TURNS == 0 or not self._at_work
         sending = (agent for peer in self._peers.values() for agent in (peer.agents if all_of_them else peer.driven))
         return [*self._receiving.values(), *sending]
 
     def _pause_s(self) -> float:
-        if self._parting > 0 and self._expecting <= 0 and not self._busy:
+        if self._parting > 0 and not self._at_work:
             self._parting -= 1
             return self._busy_s
         return super()._pause_s()
