@@ -29,6 +29,7 @@ from report import arguments, finish, table
 from staging_parts import (
     LAYOUTS,
     REQUEST_BYTES,
+    SPLIT,
     Copies,
     Ranks,
     blocks_of,
@@ -50,7 +51,7 @@ class Source:
     def __init__(self, pipe: Any, transports: str, piece_mib: float) -> None:
         self._pipe, self.ranks = pipe, Ranks("source", transports, piece_mib)
         self.ranks.pool.bytes[:] = np.random.default_rng(1).integers(1, 256, 2 * REQUEST_BYTES, np.uint8)
-        self.copies = {layout: Copies(self.ranks, layout, piece_mib) for layout in LAYOUTS if layout != "equal"}
+        self.copies = {layout: Copies(self.ranks, layout, piece_mib) for layout in SPLIT}
         self.peers: dict[tuple[str, int, int], Peer] = {}
         self._piece = int(piece_mib * (1 << 20))
         self.wire: dict[str, int] = {}
@@ -103,26 +104,26 @@ class Source:
 
     async def wired(self) -> float:
         """Pieces into a ring, nothing else."""
-        await self.ask("expect", "equal", +1)  # over tcp nothing moves without the target
+        await self.ask("expect", "wire", +1)  # over tcp nothing moves without the target
         took_s = await self._wire()
-        await self.ask("expect", "equal", -1)
+        await self.ask("expect", "wire", -1)
         return took_s
 
     async def _wire(self) -> float:
-        peer: Any = self.peers["equal", 0, 0]
-        ours, theirs = len(self.ranks.endpoints["equal", 0].regions), len(peer.descriptor.regions)
+        peer: Any = self.peers["wire", 0, 0]
+        ours, theirs = len(self.ranks.endpoints["wire", 0].regions), len(peer.descriptor.regions)
         spans = ring_spans(ours, theirs, peer.lent.scratch + SCRATCH_BYTES, self._piece, REQUEST_BYTES // self._piece)
         begun_s = time.perf_counter()
-        await written(self.ranks.inner["equal", 0], peer.inner, spans)
+        await written(self.ranks.inner["wire", 0], peer.inner, spans)
         return time.perf_counter() - begun_s
 
     async def at_once(self, layout: str) -> float:
-        await self.ask("expect", "equal", +1)
+        await self.ask("expect", "wire", +1)
         begun_s = time.perf_counter()
         scattered = asyncio.create_task(self.ask("scatter", layout))
         await asyncio.gather(self.gathered(layout), self._wire(), scattered)
         took_s = time.perf_counter() - begun_s
-        await self.ask("expect", "equal", -1)
+        await self.ask("expect", "wire", -1)
         return took_s
 
 
@@ -134,7 +135,7 @@ async def rounds(source: Source, count: int, slices_every: int) -> dict[str, flo
             "equal": lambda: source.request("equal", False),
             "wire": source.wired,
         }
-        for layout in ("4 to 1", "1 to 4"):
+        for layout in SPLIT:
             what |= {
                 f"{layout}, staged": lambda layout=layout: source.request(layout, True),  # type: ignore[misc]
                 f"{layout}, gather": lambda layout=layout: source.gathered(layout),  # type: ignore[misc]
@@ -156,7 +157,7 @@ def limit(gather: float, wire: float, scatter: float, cores: int) -> float:
 def summary(rates: dict[str, float], wire: dict[str, int], cores: int) -> dict[str, Any]:
     """The worse of both layouts, and the figures behind."""
     layouts = {}
-    for layout in ("4 to 1", "1 to 4"):
+    for layout in SPLIT:
         of = {name: rates[f"{layout}, {name}"] for name in ("staged", "slices", "gather", "scatter", "at once")}
         best = limit(of["gather"], rates["wire"], of["scatter"], cores)
         layouts[layout] = {
@@ -192,7 +193,7 @@ async def main() -> int:
     source = Source(ours, options.transports, options.piece_mib)
     assert await asyncio.get_running_loop().run_in_executor(None, ours.recv_bytes) == b"ready"
     await source.connect()
-    checks = {(layout, staged) for layout in LAYOUTS for staged in (True, False) if staged or layout == "equal"}
+    checks = {("equal", False), *((layout, True) for layout in ("equal", *SPLIT))}
     for layout, staged in sorted(checks):
         if not await source.right(layout, staged):
             print(f"{layout}: the target does not have what the source has", file=sys.stderr)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import json
+import os
 import time
 from functools import cache
 from multiprocessing.connection import Connection
@@ -33,7 +34,9 @@ LAYERS, HEADS, HEAD_BYTES, PAGE_TOKENS, TOKENS = 32, 8, 256, 16, 1024
 REGIONS, PAGES = 2 * LAYERS, 2 * TOKENS // PAGE_TOKENS
 REQUEST_BYTES = REGIONS * TOKENS * HEADS * HEAD_BYTES
 #: Source TP and target TP.
-LAYOUTS = {"4 to 1": (4, 1), "1 to 4": (1, 4), "equal": (1, 1)}
+LAYOUTS = {"4 to 1": (4, 1), "1 to 4": (1, 4), "equal": (1, 1), "wire": (1, 1)}
+#: Those in which ranks hold different heads.
+SPLIT = ("4 to 1", "1 to 4")
 LIMIT_S = 120.0
 
 
@@ -45,6 +48,11 @@ def sizes(piece_mib: float, layout: str, side: str) -> StagingSizes:
     piece = int(piece_mib * (1 << 20))
     writers = LAYOUTS[layout][0] if side == "target" else 0
     return StagingSizes(piece, SLOTS if side == "source" else 0, RING * piece, writers)
+
+
+def hands(layout: str, tp: int) -> int:
+    """Threads that copy: a rank's share of the cores, and one for the wire alone."""
+    return 1 if layout == "wire" else max(1, min(2, len(os.sched_getaffinity(0)) // tp))
 
 
 def regions_of(tp: int, rank: int, base: int) -> tuple[Region, ...]:
@@ -111,10 +119,10 @@ class Ranks:
         def open_inner(regions: tuple[Region, ...], on_notify: Any) -> Endpoint:
             inner = UcxEndpoint(
                 regions=regions, incarnation=incarnation, on_notify=on_notify, loop=loop, now_s=time.monotonic,
-                transports=self._transports,
+                transports=self._transports, hands=hands(layout, tp),
             )  # fmt: skip
             self.inner[layout, rank] = inner
-            write, notify = inner.write, inner.notify
+            write, write_gathered, notify = inner.write, inner.write_gathered, inner.notify
 
             def counted(peer: Peer, work: Any, on_end: Any) -> Any:
                 spans = np.asarray(work) if isinstance(work, np.ndarray) else np.concatenate([b.spans() for b in work])
@@ -122,12 +130,18 @@ class Ranks:
                     self.wire_bytes += int(spans["length"].sum())
                 return write(peer, work, on_end)
 
+            def counted_gathered(peer: Peer, spans: Any, gather: Any, on_end: Any) -> Any:
+                with self._counting:
+                    self.wire_bytes += int(spans["length"].sum())
+                return write_gathered(peer, spans, gather, on_end)
+
             def said(peer: Peer, payload: bytes) -> None:
                 with self._counting:
                     self.wire_bytes += len(payload)
                 notify(peer, payload)
 
             inner.write, inner.notify = counted, said  # type: ignore[method-assign]
+            inner.write_gathered = counted_gathered  # type: ignore[method-assign]
             return inner
 
         return StagingEndpoint(
@@ -192,7 +206,7 @@ def ring_spans(staging_region: int, target_region: int, offset: int, piece_bytes
 async def target_process(pipe: Connection, transports: str, piece_mib: float) -> None:
     """Does what the source asks for, a JSON list a message: [command, arguments...]."""
     ranks, loop = Ranks("target", transports, piece_mib), asyncio.get_running_loop()
-    copies = {layout: Copies(ranks, layout, piece_mib) for layout in LAYOUTS if layout != "equal"}
+    copies = {layout: Copies(ranks, layout, piece_mib) for layout in SPLIT}
     pipe.send_bytes(b"ready")
     while True:
         command, *arguments = json.loads(await loop.run_in_executor(None, pipe.recv_bytes))

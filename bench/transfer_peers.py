@@ -20,9 +20,7 @@ import msgspec
 import numpy as np
 from transfer_parts import POOL_BYTES, REGION_BYTES, REGIONS, Contender, Ends, Pair, Work
 
-#: Pages of one NIXL handle and handles posted at a time; bytes of a UCXX message and messages under way; blocks of a
-#: Mooncake batch (4,096 fail).
-PAGES, HANDLES = 32, 8
+#: Bytes of a UCXX message and messages under way; blocks of a Mooncake batch (4,096 fail).
 MESSAGE_BYTES, MESSAGES = 2 * 1024 * 1024, 4
 BLOCKS = 1024
 #: Mooncake's single transfers under way, and what neighbours are merged to at most.
@@ -39,6 +37,8 @@ class Nixl(Ends):
     """Prepared lists and windows."""
 
     progress_thread = False
+    #: Pages of one handle, and handles posted at a time. Where a post is the copy itself, a second one gains nothing.
+    pages, handles = 256, 1
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,14 +76,14 @@ class Nixl(Ends):
         ours, theirs = self.lists[work.page_bytes]
         source, target = blocks(work.source_pages, work.page_bytes), blocks(work.target_pages, work.page_bytes)
         posted: deque[Any] = deque()
-        for first in range(0, len(source), PAGES):
-            some = slice(first, first + PAGES)
+        for first in range(0, len(source), self.pages):
+            some = slice(first, first + self.pages)
             handle = self.agent.make_prepped_xfer("WRITE", ours, source[some], theirs, target[some])
             if self.agent.transfer(handle) == "DONE":
                 self.agent.release_xfer_handle(handle)
             else:
                 posted.append(handle)
-            while len(posted) >= HANDLES:
+            while len(posted) >= self.handles:
                 self.reap(posted)
         while posted:
             self.reap(posted)
@@ -108,6 +108,7 @@ class Nixl(Ends):
 class NixlTcp(Nixl):
     path: ClassVar[str] = "tcp"
     environment: ClassVar[dict[str, str]] = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
+    pages, handles = 32, 8
 
 
 class NixlDefault(Nixl):

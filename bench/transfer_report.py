@@ -22,8 +22,9 @@ medians of what the same round gave. {cores} cores; every byte is compared in a 
 _TAIL = """
 ## Settings of the contenders
 
-- NIXL prepared: descriptor lists prepared once, 8 handles of 32 pages posted, progress thread off; default: as its
-  examples, all pages in one transfer, progress thread on. `tcp`: `UCX_TLS=tcp` on the loopback device.
+- NIXL prepared: descriptor lists prepared once, handles of 256 pages one by one, progress thread off; default: as its
+  examples, all pages in one transfer, progress thread on. `tcp`: 8 handles of 32 pages posted, `UCX_TLS=tcp` on the
+  loopback device. Its `num_threads` gained nothing.
 - UCXX: tag messages of 2 MiB, gathered and scattered, four under way, driven without sleeping.
 - Mooncake batches: 1,024 blocks a synchronous call. Tuned: neighbours merged, single transfers, 128 posted, 8
   connections, pieces of 1 MiB.
@@ -37,8 +38,10 @@ _TAIL = """
 UCX sends each span as a message with a header: a system call or more at each end for every page, where the raw socket
 takes 256 pages a call, straight into their places. Where pages are neighbours, spans are merged, and most of the gap
 closes (compare `ucx tcp` in the contiguous columns). Segments of 256 KiB and sending from where the pages lie gain
-about a tenth, so the backend sets them (`TCP_TX_SEG_SIZE`, `TCP_RX_SEG_SIZE`, `ZCOPY_THRESH`). No gain:
-socket buffers of 4 MiB, which lose a third; more polling; more bytes under way than 8 MiB (2 MiB lose a tenth). `ucxx`
+about a tenth, so the backend sets them (`TCP_TX_SEG_SIZE`, `TCP_RX_SEG_SIZE`, `ZCOPY_THRESH`); so do looking again at
+once while bytes move, and 16 MiB under way in place of 8. The sender's core is at its limit, with copies into the
+socket and the loopback's own work, so what is left is a second connection with a thread at both ends, a tenth more. No
+gain: other socket buffers (1 MiB loses a tenth, 256 KiB two thirds), segments of 4 to 64 KiB, 32 MiB under way. `ucxx`
 gathers and scatters instead, two copies that cost about what it saves in calls.
 """
 

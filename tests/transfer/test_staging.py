@@ -246,6 +246,31 @@ async def test_disconnect_breaks_what_is_unfinished_and_a_new_connection_is_whol
     assert (await again).outcome is WriteOutcome.FLUSHED and pair.right(of, pages)
 
 
+async def test_a_piece_that_can_not_be_gathered_breaks_the_write_and_the_ring_is_as_good_as_before(
+    any_pair, tools, monkeypatch
+):
+    pair = await any_pair("4 to 1")
+    of, pages = shuffled()
+    memory = pair.source.endpoint._sender._memory
+    real, failed, outcome, other = memory.gather, [], tools.Outcome(), tools.Outcome()
+
+    def gather(*piece):
+        failed.append(piece)
+        if len(failed) == 2:
+            raise MemoryError("none left")
+        real(*piece)
+
+    monkeypatch.setattr(memory, "gather", gather)
+    pair.write(of, pages, outcome)
+    result = await outcome
+    assert result.outcome is WriteOutcome.BROKEN and "was not gathered: MemoryError: none left" in result.error
+    before = pair.source.endpoint.counts["staged bytes"]
+    pair.peer = await reconnected(pair)
+    pair.write(of, pages, other)
+    assert (await other).outcome is WriteOutcome.FLUSHED and pair.right(of, pages)
+    assert pair.source.endpoint.counts["staged bytes"] - before == slices_bytes(len(pages))
+
+
 async def reconnected(pair):
     """On one host the agent that was disconnected takes some turns to end."""
     while True:

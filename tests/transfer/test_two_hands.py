@@ -34,7 +34,7 @@ def open_endpoint(pool, incarnation, **options):
     region = Region(RegionKind.PAGES, "k", 0, pool.ctypes.data, PAGE_BYTES, PAGES)
     return UcxEndpoint(
         regions=(region,), incarnation=incarnation, on_notify=lambda *_: None, loop=asyncio.get_running_loop(),
-        now_s=time.monotonic, transports="host", host="127.0.0.1", batch_bytes=BATCH_BYTES, **options,
+        now_s=time.monotonic, host="127.0.0.1", batch_bytes=BATCH_BYTES, **({"transports": "host"} | options),
     )  # fmt: skip
 
 
@@ -104,3 +104,42 @@ async def test_closing_while_both_copy_ends_every_write(pair):
     assert not target.any()
     with pytest.raises(TransferError, match="closed"):
         write(writer, peer, order, np.arange(1))
+
+
+def gathered(writer, peer, gather):
+    """The first page, filled by `gather`, goes to the fourth."""
+    ended = asyncio.get_running_loop().create_future()
+    writer.write_gathered(peer, make_spans(0, 0, 0, 3 * PAGE_BYTES, [PAGE_BYTES]), gather, ended.set_result)
+    return ended
+
+
+async def test_whoever_copies_fills_the_source_first(pair):
+    source, target, writer, peer = pair
+    threads = []
+
+    def fill():
+        threads.append(threading.current_thread())
+        source[:PAGE_BYTES] = 77
+        return True
+
+    result = await gathered(writer, peer, fill)
+    assert (result.outcome, result.size_bytes, result.descriptors) == (WriteOutcome.FLUSHED, PAGE_BYTES, 1)
+    assert (target[3 * PAGE_BYTES : 4 * PAGE_BYTES] == 77).all()
+    assert len(threads) == 1 and threads[0] is not threading.main_thread()
+
+
+async def test_what_is_not_filled_is_not_written(pair):
+    _, target, writer, peer = pair
+    result = await gathered(writer, peer, lambda: False)
+    assert (result.outcome, result.size_bytes, result.descriptors) == (WriteOutcome.CANCELLED, 0, None)
+    assert not target.any()
+
+
+async def test_where_a_post_does_not_copy_nothing_can_be_gathered():
+    pages = np.zeros(PAGES * PAGE_BYTES, np.uint8)
+    writer, reader = open_endpoint(pages, 1, transports="tcp"), open_endpoint(pages, 2, transports="tcp")
+    peer = await writer.connect(await reader.accept(1))
+    with pytest.raises(TransferError, match="only where a post copies by itself"):
+        gathered(writer, peer, lambda: True)
+    await writer.close()
+    await reader.close()

@@ -35,7 +35,7 @@ class PollingDriver(Driver[P, W, A]):
     def _turn(self) -> None:
         begun_s = self._now_s()
         moved = self._poll()
-        if self._at_work:
+        if self._at_work and not self.copies:
             moved |= self._now_s() - begun_s > _LONG_S + self._live * _LONG_EACH_S
         self._take_commands(0.0 if moved else self._pause_s())
 

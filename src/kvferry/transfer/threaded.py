@@ -188,7 +188,7 @@ class ThreadedEndpoint(Generic[P, W]):
 
     @property
     def copies(self) -> bool:
-        """To write is to copy, on the driver's thread: bytes move while it does that, and at no other time."""
+        """To write is to copy: bytes move while one of its own threads does that, and at no other time."""
         return self._driver.copies
 
     def run_on_thread(self, call: Callable[[], None]) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
 from typing import ClassVar, Unpack
 
+from kvferry.transfer.contract import Peer, Spans, TransferError, WriteHandle, WriteResult
+from kvferry.transfer.spans import check_spans
 from kvferry.transfer.threaded import Options, ThreadedEndpoint
 from kvferry.transfer.ucx_agent import BACKEND
 from kvferry.transfer.ucx_driver import UcxDriver
@@ -38,3 +41,20 @@ class UcxEndpoint(ThreadedEndpoint[UcxPeer, UcxWrite]):
         hands = min(2, len(os.sched_getaffinity(0))) if hands is None else hands
         driver = partial(UcxDriver, devices=devices, poll_busy_ms=poll_busy_ms, poll_idle_ms=poll_idle_ms, hands=hands)
         super().__init__(driver, **options)
+
+    def write_gathered(
+        self, peer: Peer, spans: Spans, gather: Callable[[], bool], on_end: Callable[[WriteResult], None]
+    ) -> WriteHandle:
+        """As `write`, of what `gather` fills the source with: whoever copies calls it right before, on its own thread,
+        so that what it has filled is still in the caches. Nothing is written, and the write ends CANCELLED without
+        descriptors, where it returns False. Raises TransferError where to write is not to copy.
+        """
+        if not self.copies:
+            raise TransferError(f"{self._name}: only where a post copies by itself can what is written be gathered")
+        self._check_open()
+        known = self._known(peer)
+        check_spans(spans, self._regions, peer.descriptor.regions)
+        write = UcxWrite(spans, on_end, self._now_s())
+        write.gather = gather
+        self._driver.submit(known, write)
+        return write

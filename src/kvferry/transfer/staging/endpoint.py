@@ -60,6 +60,7 @@ from kvferry.transfer.staging.wire import (
 from kvferry.transfer.staging.worker import Guest, JobQueue, Worker, at_once
 from kvferry.transfer.staging.write import StagedWrite
 from kvferry.transfer.threaded import ThreadedEndpoint
+from kvferry.transfer.ucx import UcxEndpoint
 from kvferry.transfer.work import Blocks, Work, check_work, spans_in
 
 _log = logging.getLogger(__name__)
@@ -79,11 +80,7 @@ def _soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
 
 @dataclass(frozen=True)
 class StagingSizes:
-    """`slots` of `piece_bytes` to gather into, `rings` of `ring_bytes` to lend, one to each writer that stages.
-
-    Where the endpoint within copies by itself one slot is used: a piece that is written before the next is gathered is
-    still in the caches.
-    """
+    """`slots` of `piece_bytes` to gather into, `rings` of `ring_bytes` to lend, one to each writer that stages."""
 
     piece_bytes: int = 4 << 20
     slots: int = 3
@@ -150,9 +147,8 @@ class StagingEndpoint:
         self._direct = isinstance(self._inner, ThreadedEndpoint)
         name = f"kvferry-{incarnation:016x}"
         self._gatherer, self._scatterer = self._job_queues(name, loop)
-        slots = min(sizes.slots, 1) if isinstance(self._gatherer, Guest) else sizes.slots
         self._sender = Sender(
-            self._inner, memory, len(regions), slots, sizes.piece_bytes, self._gatherer, loop, now_s, sleep,
+            self._inner, memory, len(regions), sizes.slots, sizes.piece_bytes, self._gatherer, loop, now_s, sleep,
             self.counts,
         )  # fmt: skip
         self._rings = Rings(
@@ -165,15 +161,14 @@ class StagingEndpoint:
         self._accepted: set[int] = set()
         self._closed = False
 
-    def _job_queues(self, name: str, loop: asyncio.AbstractEventLoop) -> tuple[JobQueue, JobQueue]:
+    def _job_queues(self, name: str, loop: asyncio.AbstractEventLoop) -> tuple[JobQueue | UcxEndpoint, JobQueue]:
         """Who gathers, and who scatters."""
         if not isinstance(self._inner, ThreadedEndpoint):
             tell = partial(_soon, loop)
             return Worker(f"{name}-gather", tell), Worker(f"{name}-scatter", tell)
         self._inner.tell_on_thread()
-        if self._inner.copies:
-            guest = Guest(name, self._inner.run_on_thread)
-            return guest, guest
+        if isinstance(self._inner, UcxEndpoint) and self._inner.copies:
+            return self._inner, Guest(name, self._inner.run_on_thread)
         return Worker(f"{name}-gather", at_once), Worker(f"{name}-scatter", at_once)
 
     @property
@@ -310,7 +305,8 @@ class StagingEndpoint:
         self._closed = True
         self._sender.close("the endpoint is closed")
         self._rings.close()
-        self._gatherer.close()
+        if not isinstance(self._gatherer, UcxEndpoint):
+            self._gatherer.close()
         self._scatterer.close()
         await self._inner.close()
         await asyncio.sleep(0)  # the answers of both threads

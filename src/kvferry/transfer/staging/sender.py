@@ -8,15 +8,19 @@ import asyncio
 import logging
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
+from functools import partial
 from threading import RLock
 
 from kvferry.transfer.contract import Descriptor, Endpoint, Peer, TransferError, encode_descriptor
 from kvferry.transfer.staging.copies import Memory
+from kvferry.transfer.staging.filling import Filling
 from kvferry.transfer.staging.pieces import Piece
+from kvferry.transfer.staging.ring import Room
 from kvferry.transfer.staging.source import StagedPeer
 from kvferry.transfer.staging.wire import Hello, Lent, encode
-from kvferry.transfer.staging.worker import JobQueue, OnDone
+from kvferry.transfer.staging.worker import JobQueue
 from kvferry.transfer.staging.write import StagedWrite
+from kvferry.transfer.ucx import UcxEndpoint
 
 _log = logging.getLogger(__name__)
 
@@ -26,7 +30,8 @@ TRY_S = 0.1
 
 class Sender:
     """Slots begin at 0 of staging memory; `scratch` is a word of it that is never written to. `staging_region` is the
-    number of that memory among our regions.
+    number of that memory among our regions. `gatherer` is the endpoint within where that copies by itself: then whoever
+    writes a piece gathers it, too.
     """
 
     def __init__(
@@ -36,7 +41,7 @@ class Sender:
         staging_region: int,
         slots: int,
         slot_bytes: int,
-        worker: JobQueue,
+        gatherer: JobQueue | UcxEndpoint,
         loop: asyncio.AbstractEventLoop,
         now_s: Callable[[], float],
         sleep: Callable[[float], Awaitable[None]],
@@ -46,7 +51,7 @@ class Sender:
         self.staging_region, self.slot_bytes = staging_region, slot_bytes
         self.scratch = slots * slot_bytes
         self.lock = RLock()
-        self._memory, self._worker, self._sleep = memory, worker, sleep
+        self._memory, self._gatherer, self._sleep = memory, gatherer, sleep
         self._free = list(range(slots))[::-1]
         self._asking: deque[StagedPeer] = deque()
         self._peers: dict[tuple[int, int, int], StagedPeer] = {}  # by (incarnation, generation, session)
@@ -133,12 +138,24 @@ class Sender:
             if self._free and self._asking and self._asking[0] is first:  # it has no use for it now
                 self._asking.popleft()
 
-    def gather(self, peer: StagedPeer, write: StagedWrite, piece: Piece, slot: int, on_done: OnDone) -> None:
-        def copy() -> None:
-            if not peer.broken and not write.cancelled:
-                self._memory.gather(piece.source, self.place_of(slot), piece.size_bytes)
+    def send(self, peer: StagedPeer, write: StagedWrite, piece: Piece, room: Room, slot: int) -> None:
+        """Have a piece gathered into its slot; the peer hears of that. Where the endpoint within copies by itself, it
+        has also been written into its room by then. Raises TransferError when that endpoint refuses it.
+        """
+        filling = Filling(partial(self._fill, peer, write, piece, slot))
+        if isinstance(self._gatherer, UcxEndpoint):
+            spans = peer.spans(piece, room, slot)
+            self._gatherer.write_gathered(
+                peer.inner, spans, filling, partial(peer.sent, filling, write, piece, room, slot)
+            )  # fmt: skip
+        else:
+            self._gatherer.put(filling, partial(peer.gathered, filling, write, piece, room, slot))
 
-        self._worker.put(copy, on_done)
+    def _fill(self, peer: StagedPeer, write: StagedWrite, piece: Piece, slot: int) -> bool:
+        if peer.broken or write.cancelled:
+            return False
+        self._memory.gather(piece.source, self.place_of(slot), piece.size_bytes)
+        return True
 
     # --- waiting for a peer's word ---
 

@@ -32,6 +32,7 @@ from kvferry.transfer.contract import (
     WriteResult,
 )
 from kvferry.transfer.spans import make_spans
+from kvferry.transfer.staging.filling import Filling
 from kvferry.transfer.staging.pieces import Piece
 from kvferry.transfer.staging.ring import Ring, Room
 from kvferry.transfer.staging.under_way import UnderWay
@@ -89,7 +90,7 @@ class StagedPeer:
     def waits_for_word(self) -> bool:
         """Only the peer's word moves things on, so that its death would not be noticed."""
         waits = self._announced or (not self._ready and any(write.next is not None for write in self._writes))
-        return bool(waits) and not self._posted and not self.broken
+        return bool(waits) and not self._posted and not self.gathering and not self.broken
 
     @property
     def busy(self) -> bool:
@@ -201,26 +202,53 @@ class StagedPeer:
         if write.first_post_s is None:
             write.first_post_s = self.sender.now_s()
         self.gathering.begin()
-        self.sender.gather(self, write, piece, slot, partial(self._gather_ended, write, piece, room, slot))
-
-    @_locked
-    def _gather_ended(self, write: StagedWrite, piece: Piece, room: Room, slot: int, error: str) -> None:
-        self.gathering.end()
-        if error:
-            self.end(f"a piece of {piece.size_bytes} bytes was not gathered: {error}")
-        if write.cancelled or self.broken:
+        try:
+            self.sender.send(self, write, piece, room, slot)
+        except TransferError as refused:
+            self.gathering.end()
+            self.end(str(refused))
             self._void(write, room, slot)
-            return
-        spans = make_spans(
+
+    def spans(self, piece: Piece, room: Room, slot: int) -> Spans:
+        """From its slot to its room."""
+        return make_spans(
             self.sender.staging_region, self._ring_region, self.sender.place_of(slot), self.place + room.offset,
             piece.size_bytes,
         )  # fmt: skip
+
+    @_locked
+    def gathered(self, filling: Filling, write: StagedWrite, piece: Piece, room: Room, slot: int, failed: str) -> None:
+        """It lies in its slot, or does not."""
+        self._filled(filling, piece, failed)
+        if not filling.done or write.cancelled or self.broken:
+            self._void(write, room, slot)
+            return
         try:
+            spans = self.spans(piece, room, slot)
             self.sender.inner.write(self.inner, spans, partial(self._flushed, write, piece, room, slot))
             self._posted += 1
         except TransferError as refused:
             self.end(str(refused))
             self._void(write, room, slot)
+
+    @_locked
+    def sent(
+        self, filling: Filling, write: StagedWrite, piece: Piece, room: Room, slot: int, result: WriteResult
+    ) -> None:
+        """It lies in the ring, or was not posted, or what was posted of it came to nothing."""
+        self._filled(filling, piece, "")
+        if filling.done:
+            self._posted += 1
+            self._flushed(write, piece, room, slot, result)
+            return
+        if result.outcome is WriteOutcome.BROKEN:
+            self.end(result.error)
+        self._void(write, room, slot)
+
+    def _filled(self, filling: Filling, piece: Piece, failed: str) -> None:
+        self.gathering.end()
+        if error := filling.error or failed:
+            self.end(f"a piece of {piece.size_bytes} bytes was not gathered: {error}")
 
     def _void(self, write: StagedWrite, room: Room, slot: int) -> None:
         """A piece that is not announced: its room and slot are free, since nothing of it is under way."""

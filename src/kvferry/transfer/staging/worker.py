@@ -20,11 +20,11 @@ Tell = Callable[[Callable[[], None]], None]
 class JobQueue(Protocol):
     """Whatever becomes of a job, `on_done` hears of it; but not of those that `close` has come before."""
 
-    def put(self, job: Callable[[], None], on_done: OnDone) -> None: ...
+    def put(self, job: Callable[[], object], on_done: OnDone) -> None: ...
     def close(self) -> None: ...
 
 
-def _carry_out(name: str, job: Callable[[], None], on_done: OnDone, tell: Tell) -> None:
+def _carry_out(name: str, job: Callable[[], object], on_done: OnDone, tell: Tell) -> None:
     error = ""
     try:
         job()
@@ -44,11 +44,11 @@ class Worker:
 
     def __init__(self, name: str, tell: Tell) -> None:
         self._name, self._tell = name, tell
-        self._jobs: SimpleQueue[tuple[Callable[[], None], OnDone] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[Callable[[], object], OnDone] | None] = SimpleQueue()
         self._thread: Thread | None = None
         self._closed = False
 
-    def put(self, job: Callable[[], None], on_done: OnDone) -> None:
+    def put(self, job: Callable[[], object], on_done: OnDone) -> None:
         if self._thread is None:
             self._thread = Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
@@ -75,13 +75,13 @@ class Guest:
         self._name, self._there = name, run
         self._closed = False
 
-    def put(self, job: Callable[[], None], on_done: OnDone) -> None:
+    def put(self, job: Callable[[], object], on_done: OnDone) -> None:
         self._there(partial(self._do, job, on_done))
 
     def close(self) -> None:
         self._closed = True
 
-    def _do(self, job: Callable[[], None], on_done: OnDone) -> None:
+    def _do(self, job: Callable[[], object], on_done: OnDone) -> None:
         if not self._closed:
             _carry_out(self._name, job, on_done, at_once)
 
