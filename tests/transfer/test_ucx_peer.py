@@ -133,6 +133,25 @@ def hand():
     hand.close()
 
 
+def test_a_hand_goes_on_after_a_turn_that_failed_and_answers_whoever_asks(caplog):
+    turns = []
+
+    def turn():
+        turns.append(len(turns))
+        if len(turns) == 1:
+            raise ValueError("of an owner's doing")
+        return False
+
+    hand = SecondHand("second", turn, lambda: False, 0.001)
+    hand.wake()
+    hand.ask(lambda: None)
+    with pytest.raises(KeyError):
+        hand.ask(lambda: {}["no such"])
+    hand.ask(lambda: None)
+    hand.close()
+    assert len(turns) >= 3 and "a turn failed" in caplog.text
+
+
 def test_one_hand_posts_all_at_once_and_what_the_target_is_told_goes_by_another_agent():
     at = Copying()
     at.write()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
 
+_log = logging.getLogger(__name__)
+
 
 class SecondHand:
     """`turn` is called again and again while it moves anything, every `pause_s` while `waits` says so, and else once it
-    is woken. Neither may raise.
+    is woken. What it raises is logged, and the thread goes on: whoever asks is answered.
     """
 
     def __init__(self, name: str, turn: Callable[[], bool], waits: Callable[[], bool], pause_s: float) -> None:
@@ -46,8 +49,15 @@ class SecondHand:
                 call()
             except Empty:
                 pass
-            moved = self._turn()
+            moved = self._moved()
             pause_s = 0 if moved or not self._calls.empty() else self._pause_s if self._waits() else None
+
+    def _moved(self) -> bool:
+        try:
+            return self._turn()
+        except Exception:  # noqa: BLE001  (whatever it is: without this thread, the end of a target would wait for it)
+            _log.exception("%s: a turn failed", self._thread.name)
+            return False
 
 
 def _nothing() -> None:
