@@ -253,6 +253,27 @@ def test_what_fills_the_source_is_called_once_and_first():
     assert at.ends == [(0, WriteOutcome.FLUSHED, PIECE)]
 
 
+def test_a_cancel_while_the_source_is_filled_is_not_lost():
+    at = Copying(at_once=True)
+    at.write(gather=lambda: at.peer.cancel(at.peer._writes[0]) or True)
+    at.peer.turn(Hand.DRIVER)
+    assert at.ends == [(0, WriteOutcome.CANCELLED, 0)] and not at.first.posted
+
+
+def test_the_end_of_a_peer_waits_for_a_second_hand_that_is_about_to_make_its_lane():
+    """It may have looked whether the peer lives right before: what it makes then must go, too."""
+    asked = []
+
+    def ask(call):
+        at.peer._opening = at._lane  # as if made in this moment
+        asked.append(call())
+
+    at = Copying(second=SimpleNamespace(ask=ask))
+    at.write()
+    at.peer.destroy("closed")
+    assert len(asked) == 1 and at.other.deleted and at.ends == [(0, WriteOutcome.BROKEN, 0)]
+
+
 def test_a_source_that_is_not_filled_is_not_sent():
     at = Copying(at_once=True)
     at.write(gather=lambda: False)

@@ -225,7 +225,9 @@ class CopyingPeer(UcxPeer):
         posts: list[Post] = []
         try:
             if write.gather is not None and not (self.broken or write.cancelled):
-                write.cancelled, write.gather = not write.gather(), None
+                gather, write.gather = write.gather, None
+                if not gather():  # a cancel that comes meanwhile stands
+                    write.cancelled = True
             while pieces and not (self.broken or write.cancelled):
                 posts.append(lane.post(pieces.popleft()))
                 if posts[-1].handle is not None or posts[-1].error:
@@ -282,7 +284,7 @@ class CopyingPeer(UcxPeer):
 
     def bury(self) -> bool:
         self._settle_lane(self._lane)
-        if self._second is not None and self._tried:
+        if self._second is not None:
             self._second.ask(self._settle_second)
         with self._lock:
             left = any(not write.idle for write in self._writes)
@@ -318,7 +320,7 @@ class CopyingPeer(UcxPeer):
             while any(write.hands for write in self._writes):  # for a piece
                 self._lock.wait()
         self._let_go(self._lane)
-        if self._second is not None and self._tried:
+        if self._second is not None:  # also of a lane that it may be about to make
             self._second.ask(self._drop_second)
         for agent in self.agents:
             agent.delete()
